@@ -1,0 +1,51 @@
+# Trains an adapter pack: materials -> corpus -> precompute -> train -> export -> evaluate -> report.
+# Start with `snakemake --profile packs/demo -n`. Every setting is described in config.yaml.
+import sys
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+
+configfile: "config.yaml"
+
+
+# The package that rules and scripts share; jobs of a rule find it by themselves.
+sys.path.insert(0, f"{workflow.basedir}/scripts")
+
+from trainer import config as settings_of, materials
+from trainer.errors import TrainerError
+
+try:
+    settings = settings_of.load(config)
+    settings_of.write_stage_settings(settings)
+except TrainerError as error:
+    raise WorkflowError(str(error))
+
+RUN = settings.folder
+
+
+localrules:
+    all,
+    material,
+    materials,
+    precompute,
+    report,
+
+
+include: "rules/materials.smk"
+include: "rules/corpus.smk"
+include: "rules/precompute.smk"
+include: "rules/train.smk"
+include: "rules/export.smk"
+include: "rules/evaluate.smk"
+include: "rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        settings.gguf,
+        f"{RUN}/eval.json",
+        f"{RUN}/report.html",

@@ -1,0 +1,28 @@
+# The exported file, loaded as the engine would, against the val shards.
+
+
+rule evaluate:
+    message:
+        "Evaluate {input.gguf}"
+    input:
+        settings=f"{RUN}/settings/evaluate.json",
+        gguf=settings.gguf,
+        best=f"{RUN}/checkpoints/best.safetensors",
+        index=f"{RUN}/shards.json",
+        shards=SHARDS["val"],
+        corpus=f"{RUN}/corpus/val.jsonl",
+    output:
+        f"{RUN}/eval.json",
+    log:
+        f"{RUN}/logs/evaluate.log",
+    benchmark:
+        f"{RUN}/benchmarks/evaluate.tsv"
+    params:
+        settings=settings.model_dump(),
+    threads: 8
+    resources:
+        gpu=1,
+        mem_mb=16000,
+        runtime="2h",
+    script:
+        "../scripts/evaluate.py"

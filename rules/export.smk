@@ -1,0 +1,42 @@
+# The adapter file for the engine, and step-tagged files of a run as it is now.
+
+
+rule export:
+    message:
+        "Export {output}"
+    input:
+        settings=f"{RUN}/settings/export.json",
+        best=f"{RUN}/checkpoints/best.safetensors",
+        materials=f"{RUN}/materials.json",
+    output:
+        settings.gguf,
+    log:
+        f"{RUN}/logs/export.log",
+    benchmark:
+        f"{RUN}/benchmarks/export.tsv"
+    params:
+        settings=settings.model_dump(),
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime="30m",
+    script:
+        "../scripts/export.py"
+
+
+# No inputs: asking for a snapshot never starts or waits for training (run it with --nolock while training runs).
+rule snapshot:
+    message:
+        "Export a snapshot of {params.settings[run]} at {params.settings[snapshot][at]}"
+    log:
+        f"{RUN}/logs/snapshot.log",
+    benchmark:
+        f"{RUN}/benchmarks/snapshot.tsv"
+    params:
+        settings=settings.model_dump(),
+    threads: 1
+    resources:
+        mem_mb=8000,
+        runtime="1h",
+    script:
+        "../scripts/snapshot.py"

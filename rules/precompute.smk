@@ -1,0 +1,95 @@
+# Teacher rows and student states of every prompt, as shards. A job is one block of shards: it loads the models once.
+from itertools import product
+
+BLOCKS = {
+    split: [f"{number:04d}" for number in range(settings.blocks(split))]
+    for split in ("train", "val")
+}
+SHARDS = {
+    split: [
+        f"{RUN}/shards/{split}/{block}-{shard:02d}.safetensors"
+        for block, shard in product(
+            BLOCKS[split], range(settings.precompute.block_shards)
+        )
+    ]
+    for split in ("train", "val")
+}
+MODELS = expand(
+    f"{RUN}/materials/{{id}}.json",
+    id=materials.ids(settings, role=("teacher", "student", "tokenizer")),
+)
+
+
+rule precompute_block:
+    message:
+        "Compute block {wildcards.block} of the {wildcards.split} shards"
+    input:
+        settings=f"{RUN}/settings/precompute.json",
+        corpus=f"{RUN}/corpus/{{split}}.jsonl",
+        materials=MODELS,
+    output:
+        update(
+            expand(
+                f"{RUN}/shards/{{{{split}}}}/{{{{block}}}}-{{shard:02d}}.safetensors",
+                shard=range(settings.precompute.block_shards),
+            )
+        ),
+    log:
+        f"{RUN}/logs/precompute-{{split}}-{{block}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/precompute-{{split}}-{{block}}.tsv"
+    params:
+        settings=settings.model_dump(),
+        shards=lambda wildcards: len(SHARDS[wildcards.split]),
+    wildcard_constraints:
+        split="train|val",
+        block=r"\d{4}",
+    threads: 8
+    resources:
+        gpu=1,
+        mem_mb=24000,
+        runtime="8h",
+    script:
+        "../scripts/precompute_block.py"
+
+
+rule seed_table:
+    message:
+        "Compress the teacher's token embeddings to the width of the adapter"
+    input:
+        settings=f"{RUN}/settings/seed_table.json",
+        materials=MODELS,
+    output:
+        f"{RUN}/shards/seed_table.safetensors",
+    log:
+        f"{RUN}/logs/seed_table.log",
+    benchmark:
+        f"{RUN}/benchmarks/seed_table.tsv"
+    params:
+        settings=settings.model_dump(),
+    threads: 8
+    resources:
+        mem_mb=8000,
+        runtime="1h",
+    script:
+        "../scripts/seed_table.py"
+
+
+rule precompute:
+    message:
+        "Index the shards"
+    input:
+        train=SHARDS["train"],
+        val=SHARDS["val"],
+    output:
+        f"{RUN}/shards.json",
+    log:
+        f"{RUN}/logs/precompute.log",
+    benchmark:
+        f"{RUN}/benchmarks/precompute.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime="30m",
+    script:
+        "../scripts/precompute.py"

@@ -1,0 +1,27 @@
+# One self-contained page a run.
+
+
+rule report:
+    message:
+        "Write {output}"
+    input:
+        materials=f"{RUN}/materials.json",
+        corpus=f"{RUN}/corpus.json",
+        index=f"{RUN}/shards.json",
+        metrics=f"{RUN}/metrics.csv",
+        evaluation=f"{RUN}/eval.json",
+        gguf=settings.gguf,
+    output:
+        f"{RUN}/report.html",
+    log:
+        f"{RUN}/logs/report.log",
+    benchmark:
+        f"{RUN}/benchmarks/report.tsv"
+    params:
+        settings=settings.model_dump(),
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime="10m",
+    script:
+        "../scripts/report.py"

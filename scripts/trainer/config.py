@@ -1,0 +1,311 @@
+"""Every setting: its type, its default, what it does, and whether a change of it makes computed things stale.
+
+`config.yaml` and `config.schema.json` are written from here (`python scripts/write_config.py`). Precedence:
+config.yaml < packs/<pack>/pack.yaml < the user's own file < --config. Snakemake merges them; `load` checks the result.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from trainer import packs
+from trainer.errors import TrainerError
+from trainer.files import write_if_changed
+
+Preset = Literal["demo", "gustavosta", "midjourney", "diffusiondb", "vidprom"]
+
+
+def live(default: Any, description: str, **constraints: Any) -> Any:
+    """A field that may change at any time: nothing that was computed depends on it."""
+    return Field(default, description=description, json_schema_extra={"live": True}, **constraints)
+
+
+def fixed(default: Any, description: str, **constraints: Any) -> Any:
+    """A field that results depend on: when it changes, its stage and all below are redone."""
+    return Field(default, description=description, **constraints)
+
+
+class Group(BaseModel):
+    """One group of settings. Snakemake hands values of --config as strings: they are coerced."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.strip().lower() in ("null", "none", "~", "") else value
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that results depend on, as JSON-able values."""
+        kept = {
+            name
+            for name, field in type(self).model_fields.items()
+            if not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("live"))
+        }
+        return self.model_dump(mode="json", include=kept)
+
+
+class Materials(Group):
+    """Models and data sets: where they are looked for before anything is downloaded."""
+
+    search: list[str] = live(
+        [], "folders to look in for materials before downloading, besides those in GGUF_TRAINER_MATERIALS"
+    )
+    paths: dict[str, str] = live(
+        {}, "exact places, by material id, such as {student: /models/pig_clip-f16.gguf}; nothing else is tried for it"
+    )
+    revisions: dict[str, str] = live(
+        {}, "hub commits by material id, instead of the pack's; 40 hex digits pin one exactly"
+    )
+
+
+class Corpus(Group):
+    """The prompts, split into train and val by a hash of the prompt."""
+
+    presets: list[Preset] = fixed(
+        ["demo"], "prompt sets: gustavosta, midjourney, diffusiondb, vidprom (downloaded), demo (generated)"
+    )
+    files: list[str] = fixed(
+        [], "your own prompts: .txt (one a line), .jsonl, .csv or .parquet (column `prompt`, `text` or `caption`)"
+    )
+    train_file: str | None = fixed(None, "ready-made training prompts (same formats), used as they are; needs val_file")
+    val_file: str | None = fixed(None, "ready-made validation prompts; needs train_file")
+    n_train: int = fixed(60000, "training prompts to keep at most; it also sets the number of shards", ge=1)
+    n_val: int = fixed(1024, "validation prompts to keep at most", ge=1)
+    val_fraction: float = fixed(0.02, "share of all prompts whose hash makes them validation prompts", gt=0, lt=0.5)
+    empty_fraction: float = fixed(0.01, "share of empty prompts added to both splits (the CFG prompt)", ge=0, lt=0.5)
+    min_chars: int = fixed(8, "shorter prompts are dropped", ge=1)
+    max_chars: int = fixed(1200, "longer prompts are dropped", ge=1)
+    clean: Literal["engine", "none"] = fixed(
+        "engine",
+        "engine: remove what the engine reads as prompt-weight syntax - ( ) [ ] \\ BREAK - and fold unicode forms, so "
+        "that what is trained is what the engine encodes; none: keep prompts as they are",
+    )
+    near_duplicates: float = fixed(
+        0.8,
+        "prompts whose sets of word pairs overlap by this share (Jaccard) count as one; 1 keeps all but exact",
+        gt=0,
+        le=1,
+    )
+    seed: int = fixed(8, "seed of the split, the selection and the empties", ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Corpus":
+        if (self.train_file is None) != (self.val_file is None):
+            raise ValueError("train_file and val_file go together: set both or neither")
+        if self.train_file and (self.presets or self.files):
+            raise ValueError("train_file is used as it is: set presets and files to [], or remove train_file")
+        if not (self.train_file or self.presets or self.files):
+            raise ValueError("no prompts: set presets, files, or train_file and val_file")
+        if self.min_chars > self.max_chars:
+            raise ValueError(f"min_chars {self.min_chars} is larger than max_chars {self.max_chars}")
+        return self
+
+
+class Precompute(Group):
+    """Teacher rows and student states of every prompt, written as shards."""
+
+    teacher: Literal["real", "synthetic"] = fixed(
+        "real", "synthetic: learnable made-up targets for a smoke run without the teacher; never a usable adapter"
+    )
+    device: str = live("auto", "auto (the GPU with the most free memory, else cpu), cpu, cuda, cuda:1, ...")
+    shard_size: int = fixed(1024, "prompts a shard, on average", ge=1)
+    block_shards: int = fixed(4, "shards a job: the teacher is loaded once a block", ge=1, le=100)
+    teacher_dtype: Literal["auto", "bf16", "f16", "f32"] = fixed(
+        "auto", "auto: bf16 on a GPU or a CPU that multiplies in bf16, else f32"
+    )
+    student_dtype: Literal["auto", "bf16", "f16", "f32"] = fixed("auto", "as teacher_dtype, for the student")
+    batch_tokens: int = live(
+        0, "tokens a batch, padding included; 0: 16384 on a GPU, 2048 on a CPU", ge=0, le=1_000_000
+    )
+    max_bad_fraction: float = live(
+        0.05, "samples skipped (too long, non-finite rows) beyond this share of a block stop the run", ge=0, le=1
+    )
+
+
+class Adapter(Group):
+    """The shape of the network that is trained."""
+
+    width: int = fixed(1024, "width; heads have 64 dimensions", ge=64, multiple_of=64)
+    depth: int = fixed(6, "number of blocks", ge=1, le=64)
+    student_dim: int | None = fixed(None, "hidden size of the student; null: what the pack's engine model needs", ge=1)
+    teacher_dim: int | None = fixed(None, "size of a teacher row; null: what the pack's engine model needs", ge=1)
+    queries: int | None = fixed(None, "query slots; null: what the pack's engine model needs", ge=1)
+    vocabulary: int | None = fixed(None, "rows of the seed table; null: the pack's teacher vocabulary", ge=1)
+
+
+class Train(Group):
+    """The training of the adapter. `steps` can change at any time, also while training runs."""
+
+    steps: int = live(20000, "planned optimizer steps; re-read from your files while training runs", ge=1)
+    batch_size: int = fixed(32, "prompts a step", ge=1)
+    micro_batch: int = live(0, "prompts a forward pass (gradients are accumulated exactly); 0: the whole batch", ge=0)
+    lr: float = fixed(1e-3, "peak learning rate", gt=0, lt=1)
+    warmup: int = fixed(100, "steps of linear warm-up", ge=0)
+    decay_fraction: float = fixed(
+        0.3, "share of the planned steps, at the end, over which the rate falls to 0", ge=0, le=1
+    )
+    weight_decay: float = fixed(0.01, "AdamW decay of matrices (never of norms, biases and embeddings)", ge=0)
+    grad_clip: float = fixed(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
+    cos_weight: float = fixed(0.5, "weight of 1 - cosine beside the standardized squared error", ge=0)
+    sigma_floor: float = fixed(0.03, "smallest standard deviation a target dimension is divided by", gt=0)
+    shuffle_shards: int = fixed(8, "shards whose samples are mixed with each other", ge=1)
+    device: str = live("auto", "as precompute.device")
+    log_every: int = live(25, "steps between lines of the log and looks at your files", ge=1)
+    val_every: int = fixed(500, "steps between validations; the best of them is exported", ge=1)
+    save_every: int = live(250, "steps between saves of the training state", ge=1)
+    keep_every: int = live(0, "steps between kept checkpoints that can be exported at any later time; 0: none", ge=0)
+    keep_last: int = live(0, "kept checkpoints to hold at most, newest first; 0: all", ge=0)
+    seed: int = fixed(42, "seed of the initial weights and of the order of samples", ge=0)
+
+
+class Export(Group):
+    """The adapter file."""
+
+    name: str | None = fixed(None, "base name of the file, without -f16.gguf; null: the pack's")
+    dir: str | None = fixed(None, "folder of the file; null: beside the run's folder")
+    copy_to: str | None = fixed(None, "another folder to copy the file to, such as the engine's models; null: none")
+
+
+class Evaluate(Group):
+    """The exported file against the val shards."""
+
+    device: str = live("auto", "as precompute.device")
+    worst: int = fixed(20, "val prompts with the lowest cosine to list in the report", ge=0, le=1000)
+
+
+class Snapshot(Group):
+    """The `snapshot` target: a step-tagged file of a run as it is now."""
+
+    at: str = live("newest", "newest, best, or the step of a kept checkpoint")
+    evaluate: bool = live(True, "also score the file on the val shards (on the CPU while training runs)")
+
+
+class Settings(Group):
+    """All settings of one run."""
+
+    pack: str = fixed("demo", "what to train: the name of a folder in packs/")
+    run: str | None = fixed(None, "name of the run's folder; null: the pack's name", pattern=r"^[A-Za-z0-9][\w.-]*$")
+    runs_dir: str = fixed("runs", "folder that holds all runs")
+    materials: Materials = Materials()
+    corpus: Corpus = Corpus()
+    precompute: Precompute = Precompute()
+    adapter: Adapter = Adapter()
+    train: Train = Train()
+    export: Export = Export()
+    evaluate: Evaluate = Evaluate()
+    snapshot: Snapshot = Snapshot()
+
+    @field_validator("pack")
+    @classmethod
+    def _known_pack(cls, value: str) -> str:
+        if value not in packs.names():
+            raise ValueError(f"no such pack; the packs are {', '.join(packs.names())}")
+        return value
+
+    @model_validator(mode="after")
+    def _resolve(self) -> "Settings":
+        pack = packs.get(self.pack)
+        self.run = self.run or self.pack
+        for field in ("student_dim", "teacher_dim", "queries", "vocabulary"):
+            if getattr(self.adapter, field) is None:
+                setattr(self.adapter, field, getattr(pack, field))
+        self.export.name = self.export.name or pack.file_name
+        if self.precompute.teacher == "synthetic" and not self.export.name.endswith("-synthetic"):
+            self.export.name += "-synthetic"
+        self.export.dir = self.export.dir or self.runs_dir
+        return self
+
+    @property
+    def folder(self) -> str:
+        """The run's folder."""
+        return f"{self.runs_dir}/{self.run}"
+
+    @property
+    def gguf(self) -> str:
+        """The exported file."""
+        return f"{self.export.dir}/{self.export.name}-f16.gguf"
+
+    def blocks(self, split: Literal["train", "val"]) -> int:
+        """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
+        corpus, precompute = self.corpus, self.precompute
+        prompts = corpus.n_train if split == "train" else corpus.n_val
+        return -(-prompts // (precompute.shard_size * precompute.block_shards))
+
+
+def load(config: dict[str, Any]) -> Settings:
+    """Check a merged configuration.
+
+    Raises:
+        TrainerError: one sentence naming the key, the value and what is allowed.
+    """
+    try:
+        return Settings.model_validate(config)
+    except ValidationError as errors:
+        raise TrainerError(_sentence(errors.errors()[0])) from None
+
+
+def _sentence(error: Any) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location) or "configuration"
+    if error["type"] == "extra_forbidden":
+        allowed = _fields(location[:-1])
+        near = difflib.get_close_matches(location[-1], allowed, n=1, cutoff=0.5)
+        hint = f"did you mean `{'.'.join([*location[:-1], near[0]])}`?" if near else f"known are {', '.join(allowed)}"
+        return f"setting `{key}` does not exist; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error" and not isinstance(error["input"], str | int | float | bool):
+        return f"settings of `{key}`: {message}"
+    return f"setting `{key}` is {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields(location: list[str]) -> list[str]:
+    group: Any = Settings
+    for part in location:
+        group = group.model_fields[part].annotation
+    return list(group.model_fields)
+
+
+def write_stage_settings(settings: Settings) -> None:
+    """Write `settings/<stage>.json` of the run, each only if its content changed.
+
+    Rules take these files as inputs, so that a changed setting redoes the stages that depend on it and no other.
+    """
+    folder = Path(settings.folder) / "settings"
+    corpus = settings.corpus.fingerprint()
+    stages: dict[str, Any] = {
+        "materials": {"pack": settings.pack, **settings.materials.model_dump(include={"paths", "revisions"})},
+        "corpus": corpus,
+        "precompute": {"pack": settings.pack, "adapter": settings.adapter.model_dump(exclude={"width", "depth"})}
+        | settings.precompute.fingerprint(),
+        "seed_table": {"pack": settings.pack, "width": settings.adapter.width, "teacher": settings.precompute.teacher},
+        "train": {"adapter": settings.adapter.fingerprint(), "train": settings.train.fingerprint()},
+        "plan": {"steps": settings.train.steps},
+        "export": {"run": settings.run, **settings.export.fingerprint()},
+        "evaluate": settings.evaluate.fingerprint(),
+    }
+    for stage, values in stages.items():
+        write_if_changed(folder / f"{stage}.json", values)
+
+
+def read_steps(configfiles: list[str], overrides: dict[str, Any], default: int) -> int:
+    """The planned steps as the user's files say now: the last file that has the key wins, --config over all.
+
+    A file that cannot be read at this moment (an editor is writing it) keeps `default`.
+
+    Raises:
+        TrainerError: the value is not a positive whole number.
+    """
+    steps: Any = default
+    try:
+        sources = [yaml.safe_load(Path(file).read_text(encoding="utf-8")) for file in configfiles]
+    except (OSError, yaml.YAMLError):
+        return default
+    for source in [*sources, overrides]:
+        group = source.get("train") if isinstance(source, dict) else None
+        if isinstance(group, dict) and "steps" in group:
+            steps = group["steps"]
+    return load({"train": {"steps": steps}}).train.steps

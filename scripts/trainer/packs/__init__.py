@@ -1,0 +1,16 @@
+"""The packs by name. A new pack is one file here and one folder in packs/."""
+
+from trainer.packs import demo, pixart
+from trainer.packs.base import Pack
+
+_PACKS = {pack.name: pack for pack in (demo.PACK, pixart.PACK)}
+
+
+def names() -> list[str]:
+    """Names of all packs."""
+    return list(_PACKS)
+
+
+def get(name: str) -> Pack:
+    """The pack of that name (a KeyError is a bug: settings are checked first)."""
+    return _PACKS[name]

@@ -1,0 +1,66 @@
+"""PixArt: the T5-XXL v1.1 encoder replaced by pig_clip and 120 queries seeded with the T5 ids of their slots."""
+
+from trainer.packs.base import Material, Pack
+
+PACK = Pack(
+    name="pixart",
+    title="PixArt (T5-XXL v1.1 encoder)",
+    contract="t5xxl_pixart/1",
+    file_name="pig_t5_adapter",
+    teacher="t5",
+    student="qwen3",
+    student_dim=1024,
+    teacher_dim=4096,
+    queries=120,
+    vocabulary=32128,
+    max_student_tokens=256,
+    materials=(
+        Material(
+            id="teacher",
+            kind="hub",
+            title="T5-XXL v1.1 encoder (teacher)",
+            role="teacher",
+            repository="callgg/t5-v1_1-xxl-encoder-bf16",
+            patterns=(
+                "config.json",
+                "generation_config.json",
+                "model.safetensors",
+                "special_tokens_map.json",
+                "spiece.model",
+                "tokenizer_config.json",
+            ),
+            expects={"model_type": "t5"},
+            gigabytes=9.5,
+        ),
+        Material(
+            id="student",
+            kind="file",
+            title="pig_clip (student)",
+            role="student",
+            pattern="pig_clip*.gguf",
+            gigabytes=1.2,
+            how_to_get="get pig_clip-f16.gguf from the engine's model page and set materials.paths.student to it",
+        ),
+        Material(
+            id="tokenizer",
+            kind="hub",
+            title="pig_clip tokenizer",
+            role="tokenizer",
+            repository="callgg/pig-clip-tokenizer",
+            patterns=(
+                "config.json",
+                "generation_config.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "vocab.json",
+                "merges.txt",
+            ),
+            gigabytes=0.01,
+        ),
+    ),
+    gguf={"adapter.target": "PixArt", "adapter.qwen_hidden_source": "final_norm"},
+    command=(
+        "ggk diffuser engine -- --diffusion-model pixart-nvfp4.gguf --vae pig_pixart_vae_fp16-f16.gguf "
+        '--llm pig_clip-q8_0.gguf --llm-adapter {gguf} -p "close-up portrait of a young lady" --diffusion-fa -s 42 -o out.png'
+    ),
+)
