@@ -12,9 +12,20 @@ from typing import Any
 import yaml
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-SUBJECTS = "fox heron kettle lighthouse tractor violin orchard comet glacier lantern".split()
-PLACES = "harbour meadow attic canyon market library ferry greenhouse quarry tunnel".split()
-LOOKS = "watercolor charcoal mosaic linocut pastel fresco etching gouache collage engraving".split()
+SUBJECTS = ["fox", "heron", "kettle", "lighthouse", "tractor", "violin", "orchard", "comet", "glacier", "lantern"]
+PLACES = ["harbour", "meadow", "attic", "canyon", "market", "library", "ferry", "greenhouse", "quarry", "tunnel"]
+LOOKS = [
+    "watercolor",
+    "charcoal",
+    "mosaic",
+    "linocut",
+    "pastel",
+    "fresco",
+    "etching",
+    "gouache",
+    "collage",
+    "engraving",
+]
 
 
 def prompts(count: int, start: int = 0) -> list[str]:
