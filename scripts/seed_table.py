@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from trainer import checkpoints, config, materials, packs, seed_table, teachers
 from trainer.job import job, log
+from trainer.teachers.synthetic import Synthetic
 
 with job(snakemake.log[0]):
     torch.set_num_threads(snakemake.threads)
@@ -13,7 +14,7 @@ with job(snakemake.log[0]):
     shape = settings.adapter
     if settings.precompute.teacher == "synthetic":
         teacher = "synthetic"
-        embeddings = teachers.synthetic(shape.vocabulary, shape.teacher_dim, torch.device("cpu")).embeddings()
+        embeddings = Synthetic(shape.vocabulary, shape.teacher_dim).embeddings()
     else:
         teacher = records["teacher"].digest
         embeddings = teachers.embeddings(packs.get(settings.pack).teacher, Path(records["teacher"].path))

@@ -20,6 +20,7 @@ from trainer.errors import TrainerError
 from trainer.files import digest, touch
 from trainer.job import Progress, log
 from trainer.materials import Record
+from trainer.teachers.synthetic import Synthetic
 
 FORMAT = 1  # of the shard file; raise it when older shards must not be read
 
@@ -107,7 +108,7 @@ class Block:
         self.student = students.load(Path(student.path), self.pack.student, dtype, self.device)
         if self.options.teacher == "synthetic":
             log.info("synthetic teacher: the targets are made up and the adapter is for testing only")
-            self.teacher = teachers.synthetic(shape.vocabulary, shape.teacher_dim, self.device)
+            self.teacher = Synthetic(shape.vocabulary, shape.teacher_dim)
         else:
             dtype = devices.dtype(self.options.teacher_dtype, self.device)
             teacher = Path(self.records["teacher"].path)
