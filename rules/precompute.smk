@@ -8,9 +8,7 @@ BLOCKS = {
 SHARDS = {
     split: [
         f"{RUN}/shards/{split}/{block}-{shard:02d}.safetensors"
-        for block, shard in product(
-            BLOCKS[split], range(settings.precompute.block_shards)
-        )
+        for block, shard in product(BLOCKS[split], range(settings.precompute.block_shards))
     ]
     for split in ("train", "val")
 }
