@@ -25,5 +25,7 @@ rule corpus:
     resources:
         mem_mb=16000,
         runtime="4h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/corpus.py"
