@@ -37,7 +37,7 @@ def build(root: Path, pack: str = "demo", steps: int = 600, **settings: object) 
         kept = {"step": step, "val_cos": round(_val_cos(step), 6)}
         file = folder / "checkpoints" / f"step-{step}.safetensors"
         save_file({"x": np.zeros(2, np.float16)}, file, metadata={"trainer": json.dumps(kept)})
-    _write(folder / "snapshots.json", {"snapshots": [_snapshot(made, 400, steps), _snapshot(made, 600, steps)]})
+    _write(folder / "snapshots.json", {"snapshots": [_snapshot(made, 400, steps), _snapshot(made, 500, steps)]})
     _benchmarks(folder / "benchmarks")
     return folder, made
 
@@ -164,10 +164,10 @@ def _evaluation(settings: Settings, steps: int, synthetic: bool) -> dict:
 def _snapshot(settings: Settings, step: int, steps: int) -> dict:
     name = f"{settings.export.name}-step{step}-f16.gguf"
     return {
-        "id": f"step{step}-{'best' if step == steps else step}",
+        "id": f"step{step}-ck",
         "step": step,
         "planned_steps": steps,
-        "checkpoint": f"step{step}",
+        "checkpoint": "last",
         "val_cos": round(_val_cos(step), 6),
         "best_val_cos": round(_val_cos(step), 6),
         "path": f"{settings.export.dir}/{name}",

@@ -55,6 +55,15 @@ def test_jobs_of_a_stage_are_added_up_and_cells_without_a_number_are_dashes(page
     assert "nan" not in re.sub(r"<svg.*?</svg>", "", page, flags=re.S).lower().split()
 
 
+def test_each_step_has_one_row_with_what_can_be_had_there(page):
+    table = page[page.index("Steps and quality") : page.index("Every kept step")]
+    rows = [re.sub(r"<[^>]+>", " ", html.unescape(row)).split() for row in re.findall(r"<tr>.*?</tr>", table, re.S)][1:]
+    assert [row[0] for row in rows] == ["200", "400", "500", "600"]
+    assert rows[0][3:5] == ["not", "exported"]
+    assert {"kept", "while", "pig_demo_adapter-step400-f16.gguf"} <= set(rows[1])
+    assert {"file", "pig_demo_adapter-f16.gguf", "0.9697"} <= set(rows[3])
+
+
 def test_every_id_is_there_once_and_every_reference_meets_one(page):
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))

@@ -67,7 +67,6 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
     evaluation = read_json(run_folder / "eval.json")
     corpus = read_json(run_folder / "corpus.json")
     metrics = read_metrics(run_folder / "metrics.csv")
-    quality = steps_and_quality(run_folder)
     snakemake = f"snakemake --profile packs/{settings.pack}"
     run_option = "" if settings.run == settings.pack else f"run={shlex.quote(str(settings.run))}"
     page = _environment().get_template("report.html.j2")
@@ -89,8 +88,7 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         charts=charts(metrics, evaluation["metrics"].get("baseline_cos")),
         histogram=length_histogram(corpus.get("length_histogram") or {}),
         when=_when(metrics["time"]),
-        quality=quality,
-        best_step=max((row for row in quality if row["val_cos"] is not None), key=_quality, default={}).get("step"),
+        quality=steps_and_quality(run_folder, evaluation, gguf),
         stages=stage_costs(run_folder / "benchmarks"),
         options=_options(settings),
         versions=_versions(),
@@ -122,26 +120,31 @@ def read_metrics(path: Path) -> dict[str, np.ndarray]:
     return {name: np.array([number(rows[step].get(name)) for step in steps]) for name in names}
 
 
-def steps_and_quality(run_folder: Path) -> list[dict[str, Any]]:
-    """What can be had at which step: kept checkpoints and the files exported from them, in order of steps."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
+def steps_and_quality(run_folder: Path, evaluation: dict[str, Any], gguf: Path) -> list[dict[str, Any]]:
+    """What can be had at which step, in order of steps: kept checkpoints, snapshots, and the run's own file.
+
+    Files of the same step hold the same weights: they share a row. Empty where only the run's own file is there.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+
+    def row(step: int) -> dict[str, Any]:
+        return rows.setdefault(step, dict.fromkeys(("val_cos", "name", "size", "eval")) | {"step": step, "tags": []})
+
     for file in sorted((run_folder / "checkpoints").glob("step-*.safetensors")):
-        kept = _checkpoint(file)
-        if kept:
-            key = (int(kept["step"]), f"step{kept['step']}")
-            rows[key] = {"step": key[0], "checkpoint": "kept", "val_cos": kept.get("val_cos"), "snapshot": None}
+        if kept := _checkpoint(file):
+            row(kept["step"]).update(val_cos=kept.get("val_cos"), tags=["kept"])
     path = run_folder / "snapshots.json"
     for snapshot in read_json(path)["snapshots"] if path.exists() else []:
-        key = (int(snapshot["step"]), snapshot["checkpoint"])
-        row = rows.setdefault(key, {"step": key[0], "checkpoint": snapshot["checkpoint"], "val_cos": None})
-        if row["val_cos"] is None:
-            row["val_cos"] = snapshot.get("val_cos")
-        row["snapshot"] = snapshot
-    return [rows[key] for key in sorted(rows)]
-
-
-def _quality(row: dict[str, Any]) -> float:
-    return row["val_cos"]
+        found = row(snapshot["step"])
+        if found["val_cos"] is None:
+            found["val_cos"] = snapshot.get("val_cos")
+        found.update(name=snapshot["name"], size=snapshot["size"], eval=snapshot.get("eval"))
+        found["tags"] += ["while training"] if snapshot.get("while_training") else []
+    if rows:
+        found = row(evaluation["trained_steps"])
+        found.update(name=gguf.name, size=gguf.stat().st_size if gguf.exists() else None, eval=evaluation["metrics"])
+        found["tags"] = ["the run's file"]
+    return [rows[step] for step in sorted(rows)]
 
 
 def _checkpoint(file: Path) -> dict[str, Any] | None:
