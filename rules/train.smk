@@ -31,5 +31,7 @@ rule train:
         gpu=1,
         mem_mb=24000,
         runtime="24h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/train.py"
