@@ -84,7 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
             below = [name for name in below if name.count("/") < depth]
         if not below and not folders:
             return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        self.json([{"type": "directory", "path": f, "oid": "0" * 40, "size": 0} for f in folders] + list(map(self.entry, below)))
+        self.json(
+            [{"type": "directory", "path": f, "oid": "0" * 40, "size": 0} for f in folders]
+            + list(map(self.entry, below))
+        )
 
     def do_POST(self):
         """Of all POSTs only `paths-info` is answered."""

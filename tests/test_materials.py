@@ -437,12 +437,13 @@ def test_a_snapshot_is_downloaded_verified_pinned_and_used_by_another_run(online
     assert len(online.hub.ranges("model.safetensors")) == 2
 
 
-def test_a_killed_download_resumes_where_it_was(online):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_download_resumes_where_it_was(online, how):
     online.hub.pause = 0.3
     process = online.start()
     wait_for(lambda: any(path.stat().st_size for path in online.blobs.glob("*.incomplete")))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.send_signal(how)
+    process.communicate(timeout=5)
     partial = next(online.blobs.glob("*.incomplete"))
     received = partial.stat().st_size
     online.hub.pause = 0
@@ -450,6 +451,15 @@ def test_a_killed_download_resumes_where_it_was(online):
     assert status == 0, shown
     assert online.hub.ranges("model.safetensors") == [None, f"bytes={received}-"]
     assert not partial.exists()
+
+
+def test_two_runs_that_need_the_same_file_download_it_once(online):
+    online.hub.pause = 0.1
+    both = [online.start(run=run) for run in ("a", "b")]
+    shown = "".join(process.communicate(timeout=60)[1] for process in both)
+    assert [process.returncode for process in both] == [0, 0], shown
+    assert online.hub.ranges("model.safetensors") == [None]
+    assert "another process is downloading the same file" in shown
 
 
 def test_a_file_with_a_wrong_sha256_is_refused_and_the_next_run_heals(online):

@@ -40,6 +40,8 @@ def prepare(settings: Settings, id: str) -> Record:
     search = _Search(settings, get(settings, id))
     record = search.record()
     search.keep(record)
+    revision = f", revision {record.revision or 'unknown'}" if record.repository else ""
+    log.info("%s: %s (%s%s)", record.id, record.path, record.found, revision)
     return record
 
 
@@ -95,13 +97,10 @@ class _Search:
         refused = []
         for candidate in self._candidates():
             try:
-                record = self._examine(candidate)
+                return self._examine(candidate)
             except TrainerError as error:
                 log.info("%s: passed over: %s", material.id, error)
                 refused.append(str(error))
-            else:
-                log.info("%s: %s (%s)", material.id, record.path, record.found)
-                return record
         return self._fetch("".join(f"; passed over: {reason}" for reason in refused))
 
     def _candidates(self) -> Iterator[_Candidate]:
