@@ -81,12 +81,15 @@ rule precompute:
     input:
         train=SHARDS["train"],
         val=SHARDS["val"],
+        materials=MODELS,
     output:
         f"{RUN}/shards.json",
     log:
         f"{RUN}/logs/precompute.log",
     benchmark:
         f"{RUN}/benchmarks/precompute.tsv"
+    params:
+        settings=settings.model_dump(),
     threads: 1
     resources:
         mem_mb=2000,

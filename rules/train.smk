@@ -21,7 +21,10 @@ rule train:
         f"{RUN}/benchmarks/train.tsv"
     params:
         settings=settings.model_dump(),
-        configfiles=["config.yaml", *map(str, workflow.config_settings.configfiles)],
+        configfiles=[
+            f"{workflow.basedir}/config.yaml",
+            *map(str, workflow.config_settings.configfiles),
+        ],
         overrides=workflow.config_settings.config,
     threads: 8
     resources:
