@@ -126,26 +126,6 @@ def read_json(path: Path) -> Any:
         raise TrainerError(f"{path} cannot be read as JSON ({type(error).__name__})") from None
 
 
-def check_gguf(path: Path) -> None:
-    """Check that a GGUF's header can be read and that the data of its tensors lie inside the file.
-
-    Raises:
-        TrainerError: it is truncated or not a GGUF.
-    """
-    if not path.is_file():
-        raise TrainerError(f"{path} is not a file")
-    with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
-            raise TrainerError(f"{path} is not a GGUF file")
-    from gguf import GGUFReader
-
-    try:
-        # It maps the data of every tensor, and fails where the file ends before them.
-        GGUFReader(path)
-    except Exception as error:
-        raise TrainerError(f"{path} is a truncated or damaged GGUF file ({error})") from error
-
-
 def check_prompts(path: Path) -> str | None:
     """Check a parquet file of prompts and tell the revision of the data set that it was made from, if it says so.
 

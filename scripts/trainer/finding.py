@@ -203,7 +203,6 @@ class _Search:
         if material.role == "prompts":
             return [path.name], completeness.check_prompts(path)
         if material.role == "student":
-            completeness.check_gguf(path)
             _check_student(path, self.settings)
             return [path.name], None
         names = completeness.folder_files(path, material.patterns)
@@ -278,6 +277,7 @@ def _root(path: Path) -> Path:
 
 
 def _check_student(path: Path, settings: Settings) -> None:
+    """Refuse a file that is truncated, no student, or of another width than the pack needs."""
     from trainer import students
 
     assert settings.adapter.student_dim
