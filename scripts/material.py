@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 
-from trainer import materials
 from trainer.config import Settings
 from trainer.files import write_json
+from trainer.finding import prepare
 from trainer.job import job
 
 with job(snakemake.log[0]):
     settings = Settings.model_validate(snakemake.params.settings)
-    write_json(snakemake.output[0], asdict(materials.prepare(settings, snakemake.wildcards.id)))
+    write_json(snakemake.output[0], asdict(prepare(settings, snakemake.wildcards.id)))

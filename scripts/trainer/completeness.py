@@ -20,7 +20,7 @@ def folder_files(folder: Path, patterns: tuple[str, ...] = ()) -> list[str]:
     """Names, relative to `folder`, of the files that the patterns cover; without patterns all but hidden and pickled.
 
     Raises:
-        TrainerError: there is no such folder, or a pattern covers no file.
+        TrainerError: there is no such folder, or a pattern covers no file, or a JSON file cannot be parsed.
     """
     if not folder.is_dir():
         raise TrainerError(f"{folder} is not a folder")
@@ -36,7 +36,11 @@ def folder_files(folder: Path, patterns: tuple[str, ...] = ()) -> list[str]:
     unfinished = sorted(folder.glob(".cache/huggingface/download/**/*.incomplete"))
     if unfinished:
         raise TrainerError(f"{folder} holds an unfinished download, {unfinished[0].relative_to(folder)}")
-    return matching(names, patterns) if patterns else names
+    wanted = matching(names, patterns) if patterns else names
+    for name in wanted:
+        if name.endswith(".json"):
+            read_json(folder / name)
+    return wanted
 
 
 def _pickled(path: Path) -> bool:
@@ -54,7 +58,7 @@ def check_weights(folder: Path, names: list[str]) -> None:
         raise TrainerError(f"{folder} has no weights in safetensors files; pickled weights are never read")
     for index in (name for name in names if name.endswith(".safetensors.index.json")):
         try:
-            weight_map = dict(read_object(folder / index)["weight_map"])
+            weight_map = dict(read_json(folder / index)["weight_map"])
         except (KeyError, TypeError, ValueError):
             raise TrainerError(f"{folder / index} has no usable weight_map") from None
         base = Path(index).parent
@@ -98,7 +102,9 @@ def check_config(folder: Path, expects: dict[str, Any]) -> None:
     Raises:
         TrainerError: the key, what was found and what is needed.
     """
-    config = read_object(folder / "config.json")
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise TrainerError(f"{folder / 'config.json'} is not a JSON object")
     for key, needed in expects.items():
         name = next((name for name in key.split("|") if name in config), key.replace("|", " or "))
         if config.get(name) != needed:
@@ -108,39 +114,16 @@ def check_config(folder: Path, expects: dict[str, Any]) -> None:
             )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that others wrote.
+def read_json(path: Path) -> Any:
+    """JSON that others wrote.
 
     Raises:
-        TrainerError: it is missing or no such thing.
+        TrainerError: it is missing, truncated, or no JSON.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TrainerError(f"{path} cannot be read as JSON ({type(error).__name__})") from None
-    if not isinstance(value, dict):
-        raise TrainerError(f"{path} is not a JSON object")
-    return value
-
-
-def check_gguf(path: Path) -> None:
-    """Check that a GGUF's header can be read and that the data of its tensors lie inside the file.
-
-    Raises:
-        TrainerError: it is truncated or not a GGUF.
-    """
-    if not path.is_file():
-        raise TrainerError(f"{path} is not a file")
-    with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
-            raise TrainerError(f"{path} is not a GGUF file")
-    from gguf import GGUFReader
-
-    try:
-        # It maps the data of every tensor, and fails where the file ends before them.
-        GGUFReader(path)
-    except Exception as error:
-        raise TrainerError(f"{path} is a truncated or damaged GGUF file ({error})") from error
 
 
 def check_prompts(path: Path) -> str | None:

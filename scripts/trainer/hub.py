@@ -133,11 +133,11 @@ def download(material: Material, hub: Listing, digests: Digests) -> Path:
     free = shutil.disk_usage(blobs).free
     if left > free:
         raise TrainerError(
-            f"{material.title} needs {left / 1e9:.2f} GB more, but the disk that holds {constants.HF_HUB_CACHE} has only "
-            f"{free / 1e9:.2f} GB free; free some space or set HF_HOME to a folder on another disk"
+            f"{material.title} needs {left / 1e9:.2f} GB more, but the disk that holds {constants.HF_HUB_CACHE} has "
+            f"only {free / 1e9:.2f} GB free; free some space or set HF_HOME to a folder on another disk"
         )
     log.info("%s: downloading %s at %s, %.2f GB to go", material.id, hub.repository, hub.commit, left / 1e9)
-    progress, guard, stop = Progress(f"download {material.id}", max(left // 10**6, 1), "MB"), Lock(), Event()
+    progress, guard, stop = Progress(f"download {material.id}", max(-(-left // 10**6), 1), "MB"), Lock(), Event()
 
     def received(count: int) -> None:
         if stop.is_set():
@@ -326,5 +326,7 @@ def _explained(material: Material, revision: str) -> Iterator[None]:
         elif status:
             reason = f"{where} answered with status {status}; try again later"
         else:
-            reason = f"{where} could not be read ({type(error).__name__}); what was received is kept, try again"
+            reason = (
+                f"{where} could not be read ({type(error).__name__}); check the network and run the same command again"
+            )
         raise TrainerError(reason) from error
