@@ -8,7 +8,7 @@ from snakemake.utils import min_version
 min_version("9.0")
 
 
-configfile: "config.yaml"
+configfile: f"{workflow.basedir}/config.yaml"
 
 
 # The package that rules and scripts share; jobs of a rule find it by themselves.

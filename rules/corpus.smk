@@ -10,9 +10,7 @@ rule corpus:
             *settings.corpus.files,
             *filter(None, [settings.corpus.train_file, settings.corpus.val_file]),
         ],
-        presets=expand(
-            f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role="prompts")
-        ),
+        presets=expand(f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role="prompts")),
     output:
         train=f"{RUN}/corpus/train.jsonl",
         val=f"{RUN}/corpus/val.jsonl",
@@ -27,5 +25,7 @@ rule corpus:
     resources:
         mem_mb=16000,
         runtime="4h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/corpus.py"

@@ -24,5 +24,7 @@ rule evaluate:
         gpu=1,
         mem_mb=16000,
         runtime="2h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/evaluate.py"

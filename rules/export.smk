@@ -20,6 +20,8 @@ rule export:
     resources:
         mem_mb=4000,
         runtime="30m",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/export.py"
 
@@ -38,5 +40,7 @@ rule snapshot:
     resources:
         mem_mb=8000,
         runtime="1h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/snapshot.py"

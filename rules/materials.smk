@@ -18,6 +18,8 @@ rule material:
     resources:
         mem_mb=2000,
         runtime="24h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/material.py"
 
@@ -37,5 +39,7 @@ rule materials:
     resources:
         mem_mb=500,
         runtime="10m",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/materials.py"

@@ -8,9 +8,7 @@ BLOCKS = {
 SHARDS = {
     split: [
         f"{RUN}/shards/{split}/{block}-{shard:02d}.safetensors"
-        for block, shard in product(
-            BLOCKS[split], range(settings.precompute.block_shards)
-        )
+        for block, shard in product(BLOCKS[split], range(settings.precompute.block_shards))
     ]
     for split in ("train", "val")
 }
@@ -49,6 +47,8 @@ rule precompute_block:
         gpu=1,
         mem_mb=24000,
         runtime="8h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/precompute_block.py"
 
@@ -71,6 +71,8 @@ rule seed_table:
     resources:
         mem_mb=8000,
         runtime="1h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/seed_table.py"
 
@@ -81,15 +83,20 @@ rule precompute:
     input:
         train=SHARDS["train"],
         val=SHARDS["val"],
+        materials=MODELS,
     output:
         f"{RUN}/shards.json",
     log:
         f"{RUN}/logs/precompute.log",
     benchmark:
         f"{RUN}/benchmarks/precompute.tsv"
+    params:
+        settings=settings.model_dump(),
     threads: 1
     resources:
         mem_mb=2000,
         runtime="30m",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/precompute.py"

@@ -23,5 +23,7 @@ rule report:
     resources:
         mem_mb=2000,
         runtime="10m",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/report.py"

@@ -21,12 +21,17 @@ rule train:
         f"{RUN}/benchmarks/train.tsv"
     params:
         settings=settings.model_dump(),
-        configfiles=["config.yaml", *map(str, workflow.config_settings.configfiles)],
+        configfiles=[
+            f"{workflow.basedir}/config.yaml",
+            *map(str, workflow.config_settings.configfiles),
+        ],
         overrides=workflow.config_settings.config,
     threads: 8
     resources:
         gpu=1,
         mem_mb=24000,
         runtime="24h",
+    conda:
+        "../envs/gguf-trainer.yaml"
     script:
         "../scripts/train.py"

@@ -64,5 +64,5 @@ class Progress:
 
 def duration(seconds: float) -> str:
     """`h:mm:ss`."""
-    whole = int(round(seconds))
+    whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

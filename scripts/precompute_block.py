@@ -1,0 +1,19 @@
+"""Compute the shards of one block."""
+
+from pathlib import Path
+
+import torch
+from trainer import config, materials, precompute
+from trainer.control import Requests, only_one
+from trainer.job import job
+
+with job(snakemake.log[0]):
+    torch.set_num_threads(snakemake.threads)
+    settings = config.load(snakemake.params.settings)
+    records = {record.id: record for record in map(materials.read_record, snakemake.input.materials)}
+    split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
+    files = [Path(file) for file in snakemake.output]
+    numbers = [number * len(files) + shard for shard in range(len(files))]
+    with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
+        block = precompute.Block(settings, records, Requests(settings.folder))
+        block.fill(files, numbers, snakemake.params.shards, Path(snakemake.input.corpus))

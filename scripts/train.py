@@ -1,0 +1,22 @@
+"""Train the adapter."""
+
+from pathlib import Path
+
+import torch
+from trainer import config, training
+from trainer.control import Requests, only_one
+from trainer.job import job
+
+with job(snakemake.log[0]):
+    settings = config.load(snakemake.params.settings)
+    files = snakemake.input
+    torch.set_num_threads(snakemake.threads)
+    run = Path(settings.folder)
+    with only_one(run, "train"):
+        inputs = training.read_inputs(run, files.index, files.train, files.val, files.seed_table)
+
+        def plan(steps: int) -> int:
+            """The planned steps as the user's files say now."""
+            return config.read_steps(snakemake.params.configfiles, snakemake.params.overrides, steps)
+
+        training.train(settings, inputs, plan, Requests(run))

@@ -1,0 +1,26 @@
+"""Samples as corpus/{train,val}.jsonl hold them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt; `id` is 16 hex digits of a hash of it, which also say which shard it belongs to."""
+
+    id: str
+    text: str
+    source: str
+
+    def shard(self, count: int) -> int:
+        """The number of its shard among `count`."""
+        return int(self.id, 16) % count
+
+
+def read(path: Path) -> Iterator[Sample]:
+    """The samples of a split."""
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            yield Sample(**json.loads(line))

@@ -1,0 +1,149 @@
+"""The adapter file: GGUF with the engine's tensor names, written aside, read back, compared, renamed."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from trainer import __version__, checkpoints
+from trainer.adapters.resampler import HEAD_DIM
+from trainer.config import Settings
+from trainer.errors import TrainerError
+from trainer.files import digest, touch, written_whole
+from trainer.packs import get as get_pack
+
+PREFIX = "adapter."
+
+
+def keys(
+    settings: Settings,
+    tensors: checkpoints.Tensors,
+    meta: dict[str, Any],
+    materials: list[dict[str, Any]],
+    checkpoint: str,
+    snapshot: bool,
+) -> dict[str, Any]:
+    """The keys of the file: what it is, what it was trained from, how far and how well.
+
+    The engine reads none of them. Nothing in them depends on when or where the file was written, so that the same
+    checkpoint gives the same bytes.
+    """
+    pack = get_pack(settings.pack)
+    by_role = {record["role"]: record for record in materials}
+    synthetic = settings.precompute.teacher == "synthetic"
+    teacher, student = by_role.get("teacher", {}), by_role["student"]
+    width = tensors["query"].shape[1]
+    val = meta.get("val") or {}
+    values = {
+        "general.name": settings.export.name,
+        "adapter.pack": pack.name,
+        "adapter.contract": pack.contract,
+        "adapter.kind": "seeded_resampler",
+        "adapter.trainer": "gguf-trainer",
+        "adapter.trainer_version": __version__,
+        "adapter.run": settings.run,
+        "adapter.in_dim": tensors["in_proj.weight"].shape[1],
+        "adapter.out_dim": tensors["out_proj.weight"].shape[0],
+        "adapter.width": width,
+        "adapter.depth": 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("blocks.")),
+        "adapter.heads": width // HEAD_DIM,
+        "adapter.num_queries": tensors["query"].shape[0],
+        "adapter.t5_vocab": tensors["t5_embed.weight"].shape[0],
+        "adapter.trained_steps": meta["step"],
+        "adapter.planned_steps": meta["steps"],
+        "adapter.checkpoint": checkpoint,
+        "adapter.snapshot": snapshot,
+        "adapter.val_cos": val.get("cos"),
+        "adapter.best_val_cos": meta["best_cos"],
+        "adapter.settings": digest(meta["made_from"]),
+        "adapter.teacher": "synthetic" if synthetic else teacher.get("repository") or teacher.get("package"),
+        "adapter.teacher_revision": None if synthetic else teacher.get("revision") or teacher.get("version"),
+        "adapter.teacher_digest": None if synthetic else teacher.get("digest"),
+        "adapter.student_digest": student.get("digest"),
+    } | pack.gguf
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def write(path: Path, tensors: checkpoints.Tensors, values: dict[str, Any]) -> None:
+    """Write a GGUF v3 file (architecture `pig`) whole, after reading it back and comparing every tensor.
+
+    Raises:
+        TrainerError: the file at `path` is another run's, the disk is full, or what was read back differs.
+    """
+    _refuse_to_overwrite_anothers(path, values["adapter.run"])
+    arrays = {PREFIX + name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
+    with written_whole(path) as aside:
+        writer = gguf.GGUFWriter(aside, arch="pig")
+        for key, value in values.items():
+            _add(writer, key, value)
+        for name, array in arrays.items():
+            writer.add_tensor(name, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        back = read_arrays(aside)
+        if back.keys() != arrays.keys() or any(not np.array_equal(back[n], arrays[n]) for n in arrays):
+            raise TrainerError(f"{path} read back differently than it was written: check the disk and export again")
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a GGUF in torch's order of dimensions."""
+    return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """All keys of a GGUF file of ours."""
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def read_tensors(path: Path) -> checkpoints.Tensors:
+    """The adapter's tensors, without the prefix.
+
+    Raises:
+        TrainerError: not a whole adapter file.
+    """
+    try:
+        arrays = read_arrays(path)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise TrainerError(f"{path} is not a whole GGUF file ({error}); export it again") from None
+    return {name.removeprefix(PREFIX): torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _refuse_to_overwrite_anothers(path: Path, run: str) -> None:
+    if not path.exists():
+        return
+    try:
+        owner = read_keys(path).get("adapter.run")
+    except (OSError, ValueError, IndexError, KeyError):
+        return  # a broken file is nobody's
+    if owner != run:
+        raise TrainerError(
+            f"{path} belongs to {f'run {owner}' if owner else 'another program'}, not to run {run}: nothing was "
+            "written; set export.name or export.dir to something else"
+        )
+
+
+def export_best(settings: Settings, materials: list[dict[str, Any]], best: Path, out: Path) -> None:
+    """Write the best checkpoint as the run's adapter file."""
+    tensors, meta = checkpoints.load(best)
+    adapter = checkpoints.exported(*checkpoints.unpack(tensors))
+    write(out, adapter, keys(settings, adapter, meta, materials, "best", snapshot=False))
+    touch(out)
+    if settings.export.copy_to:
+        target = Path(settings.export.copy_to) / out.name
+        with written_whole(target) as aside:
+            aside.write_bytes(out.read_bytes())

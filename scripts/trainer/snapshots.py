@@ -1,0 +1,93 @@
+"""Step-tagged files of a run as it is now, and their list, snapshots.json."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from trainer import checkpoints, control, evaluation, export
+from trainer.config import Settings
+from trainer.errors import TrainerError
+from trainer.files import read_json, write_json
+from trainer.job import log
+
+
+def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, str]) -> Path:
+    """Write `<name>-step<N>-f16.gguf` for `snapshot.at` and list it; gives the file.
+
+    Raises:
+        TrainerError: there is no such checkpoint; it says which there are.
+    """
+    run = Path(settings.folder)
+    training = "train" in control.running(run)
+    path, checkpoint = _find(run, settings.snapshot.at, training)
+    tensors, meta = checkpoints.load(path)
+    if "query" not in tensors:  # a state or best checkpoint, not yet in the form of the file
+        tensors = checkpoints.exported(*checkpoints.unpack(tensors))
+    if checkpoint != "best":
+        checkpoint = f"step{meta['step']}"
+    values = export.keys(settings, tensors, meta, materials, checkpoint, snapshot=True)
+    out = Path(settings.export.dir) / f"{settings.export.name}-step{meta['step']}-f16.gguf"
+    export.write(out, tensors, values)
+    log.info("wrote %s", out)
+    scores = None
+    if settings.snapshot.evaluate:
+        if training:  # the GPU is the trainer's
+            settings.evaluate.device = "cpu"
+        shards = [run / "shards" / "val" / entry["file"] for entry in read_json(run / "shards.json")["val"]["shards"]]
+        scores = evaluation.evaluate(settings, out, None, shards, texts)["metrics"]
+        log.info("val cosine %.4f", scores["cos"])
+    _list(run, settings, out, meta, values, training, scores)
+    return out
+
+
+def _find(run: Path, at: str, training: bool) -> tuple[Path, str]:
+    folder = run / "checkpoints"
+    if at == "best":
+        return folder / "best.safetensors", "best"
+    if at == "newest":
+        if training:
+            control.request_snapshot(run)
+        kept = checkpoints.kept(folder)
+        candidates = [*kept[-1:], *([state] if (state := folder / "state.safetensors").exists() else [])]
+        if not candidates:
+            raise TrainerError(f"{run} has no checkpoint yet: start training, or wait for its first save")
+        return max(candidates, key=lambda path: checkpoints.read_meta(path)["step"]), "newest"
+    if not at.isdigit():
+        raise TrainerError(f"setting `snapshot.at` is {at!r}: use newest, best, or the step of a kept checkpoint")
+    for path in (checkpoints.kept_path(folder, int(at)), folder / "best.safetensors", folder / "state.safetensors"):
+        if path.exists() and checkpoints.read_meta(path)["step"] == int(at):
+            return path, "kept"
+    steps = [str(checkpoints.read_meta(path)["step"]) for path in checkpoints.kept(folder)]
+    raise TrainerError(f"{run} has no checkpoint of step {at}; kept steps are {', '.join(steps) or 'none'}")
+
+
+def _list(
+    run: Path,
+    settings: Settings,
+    out: Path,
+    meta: dict[str, Any],
+    values: dict[str, Any],
+    training: bool,
+    scores: dict[str, float] | None,
+) -> None:
+    entry = {
+        "id": f"step{meta['step']}",
+        "step": meta["step"],
+        "planned_steps": meta["steps"],
+        "checkpoint": values["adapter.checkpoint"],
+        "val_cos": values.get("adapter.val_cos"),
+        "best_val_cos": meta["best_cos"],
+        "path": str(out),
+        "name": settings.export.name,
+        "size": out.stat().st_size,
+        "time": round(time.time(), 1),
+        "while_training": training,
+        "eval": scores,
+    }
+    path = run / "snapshots.json"
+    with FileLock(control.folder(run) / "snapshots.lock"):
+        entries = read_json(path)["snapshots"] if path.exists() else []
+        entries = [old for old in entries if old["path"] != entry["path"]]
+        write_json(path, {"snapshots": sorted([*entries, entry], key=lambda e: e["step"])})

@@ -1,0 +1,68 @@
+"""Settings: mistakes are one sentence with a way out; what does not matter invalidates nothing."""
+
+import pytest
+from trainer import config
+from trainer.errors import TrainerError
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train": {"stepz": 3}}, "`train.stepz` does not exist; did you mean `train.steps`?"),
+        ({"trian": {}}, "did you mean `train`?"),
+        ({"train": {"lr": "fast"}}, "`train.lr` is 'fast'"),
+        ({"train": {"lr": "nan"}}, "`train.lr`"),
+        ({"train": {"steps": 0}}, "`train.steps` is 0"),
+        ({"pack": "pixar"}, "the packs are demo, pixart"),
+        ({"adapter": {"width": 100}}, "multiple of 64"),
+        ({"corpus": {"presets": ["unknown"]}}, "gustavosta"),
+        ({"corpus": {"presets": []}}, "no prompts"),
+        ({"corpus": {"train_file": "a.txt"}}, "go together"),
+        ({"run": "../elsewhere"}, "`run`"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(given, words):
+    with pytest.raises(TrainerError) as caught:
+        config.load(given)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_that_arrive_as_strings_are_understood():
+    settings = config.load(
+        {"train": {"steps": "12000", "lr": "2e-4"}, "snapshot": {"evaluate": "false"}, "run": "null"}
+    )
+    assert (settings.train.steps, settings.train.lr) == (12000, 2e-4)
+    assert settings.snapshot.evaluate is False
+    assert settings.run == "demo"
+
+
+def test_resolved_settings_load_to_themselves():
+    settings = config.load({"pack": "pixart", "precompute": {"teacher": "synthetic"}})
+    assert config.load(settings.model_dump()) == settings
+
+
+def test_stage_settings_are_rewritten_only_when_they_change_and_only_their_own(tmp_path):
+    base = {"runs_dir": str(tmp_path)}
+    config.write_stage_settings(config.load(base))
+    files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "demo/settings").iterdir()}
+    config.write_stage_settings(config.load(base | {"train": {"lr": 2e-3, "log_every": 7}}))
+    changed = {p.name for p in (tmp_path / "demo/settings").iterdir() if p.stat().st_mtime_ns != files[p.name]}
+    assert changed == {"train.json"}
+    config.write_stage_settings(config.load(base | {"train": {"lr": 2e-3, "steps": 5}}))
+    assert (tmp_path / "demo/settings/plan.json").read_text() == '{\n  "steps": 5\n}\n'
+
+
+def test_the_plan_is_read_from_the_last_file_that_has_it_and_from_the_command_line_first(tmp_path):
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("train: {steps: 100}")
+    two.write_text("train: {lr: 0.1}")
+    assert config.read_steps([str(one), str(two)], {}, 7) == 100
+    two.write_text("train: {steps: 200}")
+    assert config.read_steps([str(one), str(two)], {}, 7) == 200
+    assert config.read_steps([str(one)], {"train": {"steps": "300"}}, 7) == 300
+    two.write_text("train: [unclosed")
+    assert config.read_steps([str(one), str(two)], {}, 7) == 7
+    two.write_text("train: {steps: many}")
+    with pytest.raises(TrainerError, match="many"):
+        config.read_steps([str(one), str(two)], {}, 7)

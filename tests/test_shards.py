@@ -1,0 +1,92 @@
+"""Shards: what is written is read, damage is found."""
+
+import pytest
+import tiny_runs
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer import shards
+from trainer.batches import Order, collate
+from trainer.errors import TrainerError
+from trainer.standardization import Standardization
+
+
+def test_rows_come_back_as_written(tmp_path):
+    samples = tiny_runs.rows(7, 1)
+    tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
+    shard = shards.Shard(tmp_path / "a.safetensors")
+    assert len(shard) == 7
+    for number, sample in enumerate(samples):
+        row = shard.rows(number)
+        assert (row.id, row.slots) == (sample.id, sample.slots)
+        assert torch.equal(row.student, sample.student)
+        assert torch.equal(row.target, sample.target)
+
+
+def test_an_empty_shard_is_a_shard(tmp_path):
+    tiny_runs.write_shard(tmp_path / "a.safetensors", [])
+    assert len(shards.Shard(tmp_path / "a.safetensors")) == 0
+    assert shards.why_stale(tmp_path / "a.safetensors", "inputs") is None
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "a.safetensors"
+    tiny_runs.write_shard(path, tiny_runs.rows(5, 1))
+    good = path.read_bytes()
+    generator = torch.Generator().manual_seed(3)
+    for position in torch.randint(0, len(good), (150,), generator=generator).tolist():
+        bad = bytearray(good)
+        bad[position] ^= 1 << (position % 8)
+        path.write_bytes(bad)
+        assert shards.why_stale(path, "inputs") is not None, position
+
+
+def test_truncated_missing_and_foreign_shards_are_told_apart(tmp_path):
+    path = tmp_path / "a.safetensors"
+    assert shards.why_stale(path, "inputs") == "missing"
+    tiny_runs.write_shard(path, tiny_runs.rows(5, 1))
+    assert shards.why_stale(path, "inputs") is None
+    assert shards.why_stale(path, "others") == "made from other inputs"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert "truncated" in shards.why_stale(path, "inputs")
+    with pytest.raises(TrainerError, match=r"a\.safetensors"):
+        shards.Shard(path)
+
+
+def test_the_moments_are_those_of_all_rows(tmp_path):
+    samples = tiny_runs.rows(30, 1)
+    for number in range(3):
+        tiny_runs.write_shard(tmp_path / f"{number}.safetensors", samples[number::3])
+    opened = [shards.Shard(tmp_path / f"{n}.safetensors") for n in range(3)]
+    scale = Standardization.of(opened, floor=1e-6)
+    target = torch.cat([s.target for s in samples]).float()
+    assert torch.allclose(scale.target_mean, target.mean(0), atol=1e-5)
+    assert torch.allclose(scale.target_std, target.std(0, correction=0), rtol=1e-4)
+
+
+def test_a_split_batch_is_the_batch(tmp_path):
+    tiny_runs.write_shard(tmp_path / "a.safetensors", tiny_runs.rows(11, 1))
+    shard = shards.Shard(tmp_path / "a.safetensors")
+    batch = collate([(shard, n) for n in range(11)], tiny_runs.QUERIES)
+    parts = list(batch.split(4))
+    assert [len(p) for p in parts] == [4, 4, 3]
+    assert torch.equal(torch.cat([p.target for p in parts]), batch.target)
+    for part in parts:
+        assert part.real.sum() == len(part.target)
+        assert part.mask.any(0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
+    window=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_an_epoch_has_every_sample_once_and_any_position_can_be_reached_directly(counts, window, seed):
+    order = Order(counts, seed, window)
+    everything = {(shard, n) for shard, count in enumerate(counts) for n in range(count)}
+    stream = order.at(0, 3 * len(everything))
+    for epoch in range(3):
+        assert set(stream[epoch * len(everything) : (epoch + 1) * len(everything)]) == everything
+    middle = len(stream) // 2
+    assert Order(counts, seed, window).at(middle, len(stream) - middle) == stream[middle:]

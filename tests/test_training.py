@@ -1,0 +1,213 @@
+"""Training: resumes to the byte, follows the plan, stops, keeps the best."""
+
+import csv
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import tiny_runs
+import torch
+from safetensors.torch import load_file
+from trainer import checkpoints, control, scoring, training
+from trainer.config import Train
+from trainer.errors import TrainerError
+from trainer.files import read_json
+
+
+class Asked(control.Requests):
+    """Requests that come at a given look, without signals."""
+
+    def __init__(self, run, stop_at=None, snapshot_at=None):
+        super().__init__(run)
+        self.looks, self.stop_at, self.snapshot_at = 0, stop_at, snapshot_at
+
+    def stop(self):
+        return self.stop_at is not None and self.looks >= self.stop_at
+
+    def snapshot(self):
+        self.looks += 1
+        return self.looks == self.snapshot_at
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def go(settings, inputs, plan=lambda steps: steps, **asked):
+    training.train(settings, inputs, plan, Asked(inputs.run, **asked))
+
+
+def weights(settings):
+    folder = Path(settings.folder) / "checkpoints"
+    return {name: dict(load_file(folder / f"{name}.safetensors").items()) for name in ("state", "best")}
+
+
+def assert_same(one, other):
+    for name in one:
+        assert one[name].keys() == other[name].keys()
+        assert all(torch.equal(one[name][key], other[name][key]) for key in one[name]), name
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7, 13, 19])
+def test_a_run_stopped_and_resumed_ends_in_the_same_bytes(tmp_path, stop_at):
+    plain = tiny_runs.settings(tmp_path / "a")
+    go(plain, tiny_runs.make(plain))
+    broken = tiny_runs.settings(tmp_path / "b")
+    inputs = tiny_runs.make(broken)
+    with pytest.raises(training.StoppedError, match="same command resumes"):
+        go(broken, inputs, stop_at=stop_at)
+    go(broken, inputs)
+    assert_same(weights(plain), weights(broken))
+
+
+def test_metrics_after_a_resume_have_every_step_once(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+    with pytest.raises(training.StoppedError):
+        go(settings, inputs, stop_at=12)
+    go(settings, inputs)
+    rows = list(csv.DictReader((inputs.run / "metrics.csv").open()))
+    assert [row["step"] for row in rows] == ["5", "10", "15", "20"]
+    assert all(float(row["val_cos"]) for row in rows)
+
+
+def test_training_learns_and_the_best_checkpoint_has_the_best_figure(tmp_path):
+    settings = tiny_runs.settings(tmp_path, steps=200, lr=3e-3)
+    inputs = tiny_runs.make(settings)
+    go(settings, inputs)
+    cosines = [float(r["val_cos"]) for r in csv.DictReader((inputs.run / "metrics.csv").open())]
+    assert cosines[-1] > cosines[0] + 0.2
+    meta = checkpoints.read_meta(inputs.run / "checkpoints" / "best.safetensors")
+    assert meta["best_cos"] == pytest.approx(max(cosines), abs=1e-5)
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+    go(settings, inputs)
+    before = weights(settings)
+    go(settings, inputs)
+    assert_same(before, weights(settings))
+
+
+def test_raised_steps_train_only_the_rest_and_as_if_planned_so_from_the_start(tmp_path):
+    short = tiny_runs.settings(tmp_path / "a", steps=10, decay_fraction=0.2)
+    inputs = tiny_runs.make(short)
+    with pytest.raises(training.StoppedError):  # in the constant part of both plans
+        go(short, inputs, stop_at=7)
+    longer = tiny_runs.settings(tmp_path / "a", steps=20, decay_fraction=0.2)
+    go(longer, inputs)
+    plain = tiny_runs.settings(tmp_path / "b", steps=20, decay_fraction=0.2)
+    go(plain, tiny_runs.make(plain))
+    assert_same(weights(longer), weights(plain))
+
+
+def test_lowered_steps_end_the_run_at_once_with_a_validation(tmp_path):
+    settings = tiny_runs.settings(tmp_path, steps=1000, val_every=500)
+    inputs = tiny_runs.make(settings)
+    go(settings, inputs, plan=lambda steps: 10)
+    meta = checkpoints.read_meta(inputs.run / "checkpoints" / "state.safetensors")
+    assert (meta["step"], meta["steps"]) == (10, 10)
+    assert (inputs.run / "checkpoints" / "best.safetensors").exists()
+    assert read_json(inputs.run / "settings" / "plan.json") == {"steps": 10}
+
+
+def test_a_plan_that_cannot_be_read_does_not_end_training(tmp_path):
+    def broken(steps):
+        raise TrainerError("setting `train.steps` is 'many'")
+
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+    go(settings, inputs, plan=broken)
+    assert checkpoints.read_meta(inputs.run / "checkpoints" / "state.safetensors")["step"] == 20
+
+
+def test_another_learning_rate_starts_over_and_keeps_the_old_checkpoints(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+    go(settings, inputs)
+    changed = tiny_runs.settings(tmp_path, lr=5e-4)
+    go(changed, inputs)
+    (stale,) = inputs.run.glob("checkpoints.stale-*")
+    assert (stale / "best.safetensors").exists()
+    plain = tiny_runs.settings(tmp_path / "b", lr=5e-4)
+    go(plain, tiny_runs.make(plain))
+    assert_same(weights(changed), weights(plain))
+
+
+def test_a_snapshot_request_keeps_the_step_and_changes_nothing_else(tmp_path):
+    plain = tiny_runs.settings(tmp_path / "a")
+    go(plain, tiny_runs.make(plain))
+    asked = tiny_runs.settings(tmp_path / "b")
+    inputs = tiny_runs.make(asked)
+    go(asked, inputs, snapshot_at=7)
+    assert checkpoints.kept_path(inputs.run / "checkpoints", 7).exists()
+    assert_same(weights(plain), weights(asked))
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path):
+    gradients = []
+    for micro_batch in (0, 1, 3, 5):
+        settings = tiny_runs.settings(tmp_path, micro_batch=micro_batch)
+        trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
+        picks = [(shard, n) for shard in map(training.Shard, trainer.inputs.train) for n in range(4)]
+        trainer._gradients(scoring.collate(picks, tiny_runs.QUERIES))
+        gradients.append([p.grad.double() for p in trainer.adapter.parameters()])
+    total = torch.cat([gradient.flatten() for gradient in gradients[0]]).norm()
+    for other in gradients[1:]:
+        for whole, parts in zip(gradients[0], other, strict=True):
+            assert (whole - parts).norm() <= 1e-5 * whole.norm() + 1e-8 * total  # key biases have no gradient
+
+
+def test_norms_biases_and_embeddings_do_not_decay(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
+    decayed, free = (group["params"] for group in trainer.optimizer.param_groups)
+    names = {id(p): name for name, p in trainer.adapter.named_parameters()}
+    assert all(names[id(p)].endswith("weight") and "ln_" not in names[id(p)] for p in decayed)
+    assert {"query", "t5_embed.weight", "ln_out.weight", "in_proj.bias"} <= {names[id(p)] for p in free}
+
+
+def test_a_damaged_shard_stops_training_is_named_and_set_aside(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+    content = bytearray(inputs.train[1].read_bytes())
+    content[len(content) // 2] ^= 1
+    inputs.train[1].write_bytes(content)
+    with pytest.raises(TrainerError, match=r"0000-01\.safetensors is damaged"):
+        go(settings, inputs)
+    assert not inputs.train[1].exists()
+
+
+def test_a_second_training_in_the_same_run_is_refused_until_the_first_is_gone(tmp_path):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with control.only_one(tmp_path, "train"):
+            os.write(write, b"x")
+            signal.pause()
+        os._exit(0)
+    os.read(read, 1)
+    try:
+        with pytest.raises(TrainerError, match="already running"), control.only_one(tmp_path, "train"):
+            pass
+        assert control.running(tmp_path) == ["train"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with control.only_one(tmp_path, "train"):
+        pass
+    assert control.running(tmp_path) == []
+
+
+def test_the_rate_warms_up_stays_and_decays_to_zero():
+    settings = Train(lr=1.0 - 1e-9, warmup=10, decay_fraction=0.5)
+    rates = [training.learning_rate(step, 100, settings) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9:50] == pytest.approx([1.0] * 41)
+    assert rates[99] == pytest.approx(0.02)
