@@ -1,11 +1,10 @@
 """Rule corpus: gather, clean, de-duplicate and split the prompts."""
 
-from trainer import corpus
-from trainer.config import Settings
+from trainer import config, corpus
 from trainer.job import job
 
 with job(snakemake.log[0]):
-    settings = Settings.model_validate(snakemake.params.settings)
+    settings = config.load(snakemake.params.settings)
     corpus.build(
         settings.corpus,
         records=snakemake.input.presets,

@@ -2,19 +2,21 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-
 from trainer import corpus, near_duplicates
 from trainer.config import Corpus
 from trainer.errors import TrainerError
 from trainer.files import write_json
 
-WORDS = "fox owl teapot river castle moon lamp violin rain desert ship garden robot glass winter".split()
+WORDS = ["fox", "owl", "teapot", "river", "castle", "moon", "lamp", "violin"]
+WORDS += ["rain", "desert", "ship", "garden", "robot", "glass", "winter"]
 
 # Few words, so that near duplicates abound: texts of eight or more words that differ in one are near duplicates at 0.5.
 TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=2, max_size=9).map(" ".join), min_size=60, max_size=120)
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 
 class Built:
@@ -42,10 +44,9 @@ class Built:
         return [path.read_bytes() for path in self.outputs.values()]
 
 
-@pytest.fixture(autouse=True)
-def _small_splits_allowed(request, monkeypatch):
-    if "quick_splits" in request.keywords or request.function.__name__.startswith("test_property"):
-        monkeypatch.setattr(corpus, "MIN_VAL", 1)
+@pytest.fixture
+def tiny_val_allowed(monkeypatch):
+    monkeypatch.setattr(corpus, "MIN_VAL", 1)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,14 @@ def many(count: int) -> list[str]:
     return [f"{WORDS[n % 15]} number{n} and {WORDS[n * 7 % 15]} colour{n * 3} in place{n * 5}" for n in range(count)]
 
 
+@pytest.mark.usefixtures("tiny_val_allowed")
 @quick
 @given(texts=TEXTS, data=st.data())
-def test_property_the_order_of_files_and_lines_changes_nothing(folders, texts, data):
+def test_the_order_of_files_and_lines_changes_nothing(folders, texts, data):
     try:
         one = Built(folders(), texts)
     except TrainerError:  # by chance, no prompt is left in one of the splits
-        return
+        reject()
     shuffled = data.draw(st.permutations(texts))
     cut = data.draw(st.integers(1, len(texts) - 1))
     other = Built(folders(), shuffled[:cut], shuffled[cut:])
@@ -75,14 +77,15 @@ def test_property_the_order_of_files_and_lines_changes_nothing(folders, texts, d
     assert one.summary["dropped"] == other.summary["dropped"]
 
 
+@pytest.mark.usefixtures("tiny_val_allowed")
 @quick
 @given(texts=TEXTS, more=TEXTS, n_val=st.integers(1, 10), n_train=st.integers(1, 30))
-def test_property_what_was_once_val_never_comes_to_train_when_the_corpus_grows(folders, texts, more, n_val, n_train):
+def test_what_was_once_val_never_comes_to_train_when_the_corpus_grows(folders, texts, more, n_val, n_train):
     limits = {"n_val": n_val, "n_train": n_train}
     try:
         small = Built(folders(), texts, **limits)
     except TrainerError:
-        return
+        reject()
     large = Built(folders(), texts, more, **limits)
     assert not small.texts("val") & large.texts("train")
     assert not large.texts("val") & small.texts("train")
@@ -91,29 +94,31 @@ def test_property_what_was_once_val_never_comes_to_train_when_the_corpus_grows(f
         assert all(near_duplicates.similarity(held_out, text) < 0.5 for text in large.texts("train"))
 
 
+@pytest.mark.usefixtures("tiny_val_allowed")
 @quick
 @given(texts=TEXTS, threshold=st.sampled_from([0.3, 0.5, 0.55, 0.8, 0.95]))
-def test_property_no_two_prompts_of_the_corpus_are_near_duplicates(folders, texts, threshold):
+def test_no_two_prompts_of_the_corpus_are_near_duplicates(folders, texts, threshold):
     try:
         built = Built(folders(), texts, near_duplicates=threshold)
     except TrainerError:
-        return
+        reject()
     prompts = sorted(built.texts("train") | built.texts("val"))
     for number, one in enumerate(prompts):
         for other in prompts[:number]:
             assert near_duplicates.similarity(one, other) < threshold
 
 
+@pytest.mark.usefixtures("tiny_val_allowed")
 @quick
 @given(
     texts=st.lists(st.text(max_size=40), min_size=60, max_size=120),
     limits=st.tuples(st.integers(1, 40), st.integers(1, 20)),
 )
-def test_property_every_prompt_that_was_read_is_kept_or_counted_as_dropped(folders, texts, limits):
+def test_every_prompt_that_was_read_is_kept_or_counted_as_dropped(folders, texts, limits):
     try:
         built = Built(folders(), many(40) + texts, n_train=limits[0], n_val=limits[1], min_chars=3, max_chars=60)
     except TrainerError:
-        return
+        reject()
     summary = built.summary
     read = sum(source["read"] for source in summary["sources"].values())
     prompts = summary["train"]["prompts"] + summary["val"]["prompts"]
@@ -126,7 +131,7 @@ def test_property_every_prompt_that_was_read_is_kept_or_counted_as_dropped(folde
 
 @quick
 @given(texts=TEXTS)
-def test_property_the_search_for_near_duplicates_finds_what_comparing_all_pairs_finds(texts):
+def test_the_search_for_near_duplicates_finds_what_comparing_all_pairs_finds(texts):
     held_out, threshold = len(texts) // 4, 0.5
     expected: list[bool] = []
     for number, text in enumerate(texts):
@@ -165,7 +170,8 @@ def test_rows_are_sorted_by_a_uniform_id_of_the_text(tmp_path):
     assert all(abs(shards.count(shard) - len(rows) / 4) < 0.2 * len(rows) / 4 for shard in range(4))
     # Selection by rank must not leave the ids of val in one part of their range.
     val = [int(row["id"], 16) / 2**64 for row in built.rows("val") if row["text"]]
-    assert min(val) < 0.1 and max(val) > 0.9
+    assert min(val) < 0.1
+    assert max(val) > 0.9
 
 
 def test_empty_prompts_are_added_to_both_splits(tmp_path):
@@ -278,7 +284,8 @@ def test_ready_made_splits_are_used_as_they_are(tmp_path):
     summary, rows = ready_made(tmp_path, texts[:47] + special, texts[50:70])
     assert {row["text"] for row in rows["train"]} == {*texts[:47], "(a:1.2) [b] BREAK", "x", "y" * 3000}
     assert {row["text"] for row in rows["val"]} == set(texts[50:70])
-    assert summary["dropped"] == {} and summary["warnings"] == []
+    assert summary["dropped"] == {}
+    assert summary["warnings"] == []
     assert summary["train"] == {"prompts": 50, "empty": 0}
 
 
@@ -292,7 +299,8 @@ def test_ready_made_train_prompts_that_are_in_val_are_left_out_and_counted(tmp_p
     texts = many(70)
     summary, rows = ready_made(tmp_path, [*texts[:50], texts[50].upper(), texts[0]], texts[50:])
     assert summary["dropped"] == {"also in val": 1, "exact duplicate": 1}
-    assert len(rows["train"]) == 50 and len(rows["val"]) == 20
+    assert len(rows["train"]) == 50
+    assert len(rows["val"]) == 20
     assert "are also in" in summary["warnings"][0]
 
 
@@ -320,7 +328,8 @@ def test_at_most_a_hundred_unreadable_lines_are_listed(tmp_path):
     outputs = [tmp_path / name for name in ("train", "val", "summary")]
     corpus.build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], *outputs)
     summary = json.loads(outputs[2].read_text())
-    assert len(summary["skipped"]) == 100 and summary["dropped"]["unreadable"] == 150
+    assert len(summary["skipped"]) == 100
+    assert summary["dropped"]["unreadable"] == 150
 
 
 def test_more_than_5_percent_unreadable_lines_stop_the_stage(tmp_path):

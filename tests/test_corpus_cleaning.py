@@ -1,12 +1,11 @@
 import re
 import time
 import unicodedata
-from pathlib import Path
 
 import pytest
+import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from trainer.prompt_cleaning import collapse, for_engine
 
 # Syntax, what composes, what folds into syntax, and what is invisible, much oftener than in any text.
@@ -18,7 +17,6 @@ PIECES = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 )
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
-T5 = Path(__file__).parents[2] / "shared/tokenizers/t5/tokenizer.json"
 
 
 @settings(max_examples=600, deadline=None)
@@ -51,12 +49,14 @@ def test_cleaning_by_example(text, clean):
     assert for_engine(text) == clean
 
 
-@pytest.mark.skipif(not T5.exists(), reason="the T5 tokenizer is not beside this checkout")
 def test_the_t5_normalizer_leaves_clean_prompts_alone():
     """The engine has no such normalizer: what is left to it would be trained on other ids than the engine makes."""
     from tokenizers import Tokenizer
 
-    normalizer = Tokenizer.from_file(str(T5)).normalizer
+    path = tiny_models.shared("tokenizers/t5/tokenizer.json")
+    if not path:
+        pytest.skip("no shared/tokenizers beside the checkout")
+    normalizer = Tokenizer.from_file(str(path)).normalizer
     for start in range(0, 0x30000, 64):
         raw = " a".join(chr(code) for code in range(start, start + 64) if not 0xD800 <= code < 0xE000)
         clean = for_engine(raw)

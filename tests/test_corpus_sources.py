@@ -3,7 +3,6 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from trainer.errors import TrainerError
 from trainer.prompt_sources import read
 
@@ -121,7 +120,9 @@ def test_a_file_that_is_bad_as_a_whole_is_one_sentence(tmp_path, name, content, 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TrainerError) as caught:
         texts(tmp_path / name)
-    assert said in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
+    assert said in str(caught.value)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_one_sentence(tmp_path):

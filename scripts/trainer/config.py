@@ -6,10 +6,19 @@ config.yaml < packs/<pack>/pack.yaml < the user's own file < --config. Snakemake
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from trainer import packs
 from trainer.errors import TrainerError
@@ -35,8 +44,10 @@ class Group(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _null(cls, value: Any) -> Any:
-        return None if isinstance(value, str) and value.strip().lower() in ("null", "none", "~", "") else value
+    def _null(cls, value: Any, info: ValidationInfo) -> Any:
+        optional = NoneType in get_args(cls.model_fields[str(info.field_name)].annotation)
+        is_null = isinstance(value, str) and value.strip().lower() in ("null", "none", "~", "")
+        return None if optional and is_null else value
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that results depend on, as JSON-able values."""
