@@ -20,8 +20,10 @@ import numpy as np
 # Letters of scripts that write no spaces are words of their own.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-# The k above. More means longer prefixes and fewer candidates; 3 was fastest of 1 to 3 on lists of 30,000 and more.
-_SHARED = 3
+# The largest k above, for which the index is made. A larger k means fewer candidates, but longer lists to find them in,
+# so it is chosen for each text: up to this one, while the next list is at most so many times longer than those before.
+_MOST_SHARED = 3
+_WORTH = 10
 # Keeps a product of two floats that should be whole from being rounded up.
 _SLACK = 1e-9
 
@@ -65,9 +67,14 @@ def kept(texts: list[str], held_out: int, threshold: float, limit: int) -> list[
         # No set with a smaller overlap, and none of a size beyond these, can be similar enough.
         overlap = math.ceil(threshold * size - _SLACK)
         largest = size / threshold + _SLACK
-        shared = min(_SHARED, overlap)
-        prefix = listed[: size - overlap + shared]
-        candidates = Counter(chain.from_iterable(index.get(member, ()) for member in prefix))
+        prefix = listed[: size - overlap + min(_MOST_SHARED, overlap)]
+        lists = [index.get(member, ()) for member in prefix]
+        shared, reach = 1, size - overlap + 1
+        work = sum(map(len, lists[:reach]))
+        while reach < len(prefix) and len(lists[reach]) <= _WORTH * work:
+            work += len(lists[reach])
+            shared, reach = shared + 1, reach + 1
+        candidates = Counter(chain.from_iterable(lists[:reach]))
         mine = set(listed)
         duplicate = any(
             count >= shared
