@@ -16,8 +16,10 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> list[str]:
     return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def folder_files(folder: Path, patterns: tuple[str, ...] = ()) -> list[str]:
+def folder_files(folder: Path, patterns: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> list[str]:
     """Names, relative to `folder`, of the files that the patterns cover; without patterns all but hidden and pickled.
+
+    `optional` patterns need not cover any.
 
     Raises:
         TrainerError: there is no such folder, or a pattern covers no file, or a JSON file cannot be parsed.
@@ -36,7 +38,7 @@ def folder_files(folder: Path, patterns: tuple[str, ...] = ()) -> list[str]:
     unfinished = sorted(folder.glob(".cache/huggingface/download/**/*.incomplete"))
     if unfinished:
         raise TrainerError(f"{folder} holds an unfinished download, {unfinished[0].relative_to(folder)}")
-    wanted = matching(names, patterns) if patterns else names
+    wanted = matching(names, patterns + optional) if patterns else names
     for name in wanted:
         if name.endswith(".json"):
             read_json(folder / name)

