@@ -136,7 +136,7 @@ def test_a_truncated_shard_is_found_without_a_hub(tmp_path):
     names = completeness.folder_files(folder)
     for kept in (len(whole) - 1, 50, 8, 3, 0):
         shard.write_bytes(whole[:kept])
-        assert shard.name in refusal(completeness.check_weights, folder, names)
+        assert f"{shard.name} is truncated" in refusal(completeness.check_weights, folder, names)
     shard.write_bytes(whole + b"x")
     assert "damaged" in refusal(completeness.check_weights, folder, names)
     shard.write_bytes(whole)
@@ -294,6 +294,7 @@ def test_a_commit_stays_pinned_until_the_settings_name_another(tmp_path, caplog)
     assert finding.prepare(settings(tmp_path), "teacher").revision == COMMIT
     teacher_files(cache / "snapshots" / ("b" * 40), seed=1)
     (cache / "refs/main").write_text("b" * 40)
+    (tmp_path / "runs/a/materials/teacher").unlink()
     assert finding.prepare(settings(tmp_path), "teacher").revision == COMMIT
     assert finding.prepare(settings(tmp_path, run="new"), "teacher").revision == "b" * 40
     moved = settings(tmp_path, materials={"revisions": {"teacher": "b" * 40}})
@@ -465,10 +466,13 @@ def test_a_file_with_a_wrong_sha256_is_refused_and_the_next_run_heals(online):
     blob = Path(online.record().path, "model.safetensors").resolve()
     data = blob.read_bytes()
     blob.write_bytes(data[:-4] + b"evil")  # same size, whole by its header
+    small = Path(online.record().path, "spiece.model").resolve()
+    small.write_bytes(b"piec")
     status, shown = online.run()
     assert status == 0, shown
-    assert "another sha256 than on the hub" in shown
-    assert blob.read_bytes() == data
+    assert "spiece.model has 4 bytes, on the hub 6" in shown
+    assert "model.safetensors has another sha256 than on the hub" in shown
+    assert (blob.read_bytes(), small.read_bytes()) == (data, b"pieces")
 
 
 def test_access_and_network_errors_are_one_sentence_each(online):
