@@ -101,6 +101,11 @@ class Project:
         process.communicate()
         subprocess.run(self.command("--unlock"), cwd=self.folder, capture_output=True, check=False)
 
+    def control(self, action: str) -> str:
+        """Call scripts/control.py on the run; gives what it printed."""
+        command = [sys.executable, str(CHECKOUT / "scripts" / "control.py"), str(self.run), action]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+
     def json(self, name: str) -> Any:
         """A JSON file of the run."""
         return json.loads((self.run / name).read_text())

@@ -86,7 +86,7 @@ class Corpus(Group):
     )
     near_duplicates: float = fixed(
         0.8,
-        "prompts whose sets of word pairs overlap by this share (Jaccard) count as one; 1 keeps all but exact",
+        "prompts that share this part (Jaccard) of their words and word pairs count as one; 1: only equal ones do",
         gt=0,
         le=1,
     )

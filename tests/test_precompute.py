@@ -1,0 +1,173 @@
+"""Precompute: shards that are right stay, bad samples are counted, a stop keeps what was computed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from trainer import config, precompute, shards
+from trainer.errors import TrainerError
+from trainer.materials import Record
+from workflow import prompts
+
+
+class Asked:
+    """Asks to stop at the given look."""
+
+    def __init__(self, stop_at=None):
+        self.looks, self.stop_at = 0, stop_at
+
+    def stop(self):
+        self.looks += 1
+        return self.looks == self.stop_at
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    paths = {
+        "teacher": tiny_models.t5_snapshot(folder / "teacher", dim=64, vocabulary=500),
+        "tokenizer": tiny_models.qwen2_tokenizer(folder / "tokenizer", merges=200),
+        "student": tiny_models.student_gguf(folder / "pig_clip.gguf"),
+    }
+    return {
+        id: Record(id, "file", id, id, str(path), "path", None, None, None, None, [], f"digest-{id}")
+        for id, path in paths.items()
+    }
+
+
+def settings(tmp_path, **groups):
+    shape = {"width": 64, "depth": 1, "student_dim": 64, "teacher_dim": 64, "queries": 24, "vocabulary": 500}
+    options = {"device": "cpu", "batch_tokens": 256, "teacher_dtype": "f32", "student_dtype": "f32"}
+    given = {"pack": "pixart", "run": "r", "runs_dir": str(tmp_path), "adapter": shape, "precompute": options}
+    for group, values in groups.items():
+        given[group] = given[group] | values
+    return config.load(given)
+
+
+def corpus(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"id": f"{2 * n:016x}", "text": text, "source": "s"} for n, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def fill(tmp_path, records, texts, stop_at=None, **groups):
+    made = precompute.Block(settings(tmp_path, **groups), records, Asked(stop_at))
+    files = [tmp_path / "shards" / f"0000-{n:02d}.safetensors" for n in range(2)]
+    made.fill(files, [0, 1], 4, corpus(tmp_path / "train.jsonl", texts))
+    return files
+
+
+def test_a_sample_goes_to_the_shard_its_id_says_and_its_rows_are_those_of_the_prompt_alone(tmp_path, records):
+    texts = ["", *prompts(20)]
+    first, second = fill(tmp_path, records, texts)
+    assert (len(shards.Shard(first)), len(shards.Shard(second))) == (11, 0)
+    alone, _ = fill(tmp_path / "alone", records, texts[:1])
+    together = {row.id: row for row in map(shards.Shard(first).rows, range(11))}
+    row = shards.Shard(alone).rows(0)
+    assert torch.allclose(together[row.id].student.float(), row.student.float(), atol=2e-2)
+    assert torch.allclose(together[row.id].target.float(), row.target.float(), atol=2e-2)
+    assert together[row.id].slots == row.slots
+
+
+def test_a_stopped_block_goes_on_where_it_was_and_ends_in_the_same_bytes(tmp_path, records):
+    texts = prompts(60)
+    plain = fill(tmp_path / "plain", records, texts)[0].read_bytes()
+    with pytest.raises(TrainerError, match=r"prompts of 0000-00\.safetensors are kept"):
+        fill(tmp_path / "stopped", records, texts, stop_at=4)
+    assert (tmp_path / "stopped" / "shards" / "0000-00.partial").exists()
+    resumed = Asked()
+    made = precompute.Block(settings(tmp_path / "stopped"), records, resumed)
+    path = tmp_path / "stopped" / "shards" / "0000-00.safetensors"
+    made.fill([path], [0], 4, tmp_path / "stopped" / "train.jsonl")
+    assert path.read_bytes() == plain
+    assert not path.with_suffix(".partial").exists()
+
+
+def test_only_shards_whose_samples_changed_are_rebuilt(tmp_path, records):
+    texts = prompts(40)
+    path = corpus(tmp_path / "train.jsonl", texts)
+    files = [tmp_path / "shards" / f"0000-{n:02d}.safetensors" for n in range(4)]
+
+    def all_four():
+        precompute.Block(settings(tmp_path), records, Asked()).fill(files, [0, 2, 4, 6], 8, path)
+        return [file.read_bytes() for file in files], [file.stat().st_ino for file in files]
+
+    _, before = all_four()
+    corpus(path, [*texts[:-1], "another prompt"])
+    _, after = all_four()
+    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+
+
+@pytest.mark.parametrize("digest", ["teacher", "student", "tokenizer"])
+def test_other_models_make_all_shards_stale(tmp_path, records, digest):
+    fill(tmp_path, records, prompts(8))
+    before = (tmp_path / "shards" / "0000-00.safetensors").stat().st_ino
+    changed = records | {digest: Record(**(vars(records[digest]) | {"digest": "another"}))}
+    fill(tmp_path, changed, prompts(8))
+    assert (tmp_path / "shards" / "0000-00.safetensors").stat().st_ino != before
+
+
+def test_a_prompt_too_long_for_the_student_is_skipped_and_listed(tmp_path, records):
+    file, _ = fill(tmp_path, records, [*prompts(40), "word " * 400])
+    header = shards.Shard(file).header
+    assert header["samples"] == 20
+    assert header["skipped"] == [{"id": f"{80:016x}", "reason": "longer than 256 student tokens"}]
+
+
+def test_too_many_bad_samples_stop_the_run_and_say_why(tmp_path, records):
+    with pytest.raises(TrainerError, match=r"samples of .* cannot be used \(\d+ longer than 256"):
+        fill(tmp_path, records, [*prompts(20), *["word " * (400 + n) for n in range(8)]])
+
+
+def test_rows_that_are_not_finite_are_skipped_and_listed(tmp_path, records, monkeypatch):
+    original = precompute.Block._run_models
+
+    def broken(self, batch):
+        states, rows = original(self, batch)
+        for number, item in enumerate(batch):
+            if item.sample.id == f"{4:016x}":
+                rows[number, 0, 0] = float("nan")
+        return states, rows
+
+    monkeypatch.setattr(precompute.Block, "_run_models", broken)
+    file, _ = fill(tmp_path, records, prompts(30))
+    header = shards.Shard(file).header
+    assert header["skipped"] == [{"id": f"{4:016x}", "reason": "non-finite rows"}]
+    assert f"{4:016x}" not in header["ids"]
+
+
+def test_out_of_memory_is_answered_with_smaller_batches(tmp_path, records, monkeypatch):
+    original = precompute.Block._run_models
+
+    def narrow(self, batch):
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError
+        return original(self, batch)
+
+    monkeypatch.setattr(precompute.Block, "_run_models", narrow)
+    file, _ = fill(tmp_path, records, prompts(30))
+    assert len(shards.Shard(file)) == 15
+
+
+def test_a_student_of_another_width_is_refused_before_the_teacher_is_loaded(tmp_path, records, monkeypatch):
+    monkeypatch.setattr(precompute.teachers, "load", lambda *a: pytest.fail("the teacher was loaded"))
+    with pytest.raises(TrainerError, match="32"):
+        fill(tmp_path, records, prompts(4), adapter={"student_dim": 32})
+
+
+def test_an_index_refuses_shards_of_other_models(tmp_path, records):
+    files = fill(tmp_path, records, prompts(8))
+    index = precompute.index(files, [], settings(tmp_path), records)
+    assert index["train"]["samples"] == 4
+    changed = records | {"student": Record(**(vars(records["student"]) | {"digest": "another"}))}
+    with pytest.raises(TrainerError, match="not of this run's models"):
+        precompute.index(files, [], settings(tmp_path), changed)
+
+
+def test_the_synthetic_teacher_is_recorded_in_the_shard(tmp_path, records):
+    file, _ = fill(tmp_path, records, prompts(8), precompute={"teacher": "synthetic"})
+    header = shards.Shard(Path(file)).header
+    assert (header["synthetic"], header["teacher"]) == (True, None)

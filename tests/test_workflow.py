@@ -1,0 +1,236 @@
+"""Whole runs with the real snakemake command line: tiny models of the real classes, PixArt's pack."""
+
+import random
+import shutil
+import time
+
+import pytest
+import tiny_models
+from safetensors.torch import load_file
+from trainer import export
+from workflow import CHECKOUT, Project, prompts
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A tiny T5 encoder in two weight files, a tiny Qwen3 student and its tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.t5_snapshot(folder / "teacher", dim=64, max_shard_size="5MB")
+    tokenizer = tiny_models.qwen2_tokenizer(folder / "tokenizer")
+    tiny_models.student_gguf(folder / "pig_clip-f16.gguf")
+    return {
+        "teacher": str(folder / "teacher"),
+        "tokenizer": str(tokenizer),
+        "student": str(folder / "pig_clip-f16.gguf"),
+    }
+
+
+def project(folder, models, **train):
+    """A PixArt run on tiny models: 4 train shards in 2 jobs, 40 steps."""
+    files = {"one.txt": prompts(120), "two.txt": prompts(120, 200)}
+    folder.mkdir(parents=True)
+    for name, lines in files.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    train = {"steps": 40, "batch_size": 8, "warmup": 4, "val_every": 10, "save_every": 10, "log_every": 2} | train
+    return Project(
+        folder,
+        {
+            "pack": "pixart",
+            "run": "tiny",
+            "materials": {"paths": models},
+            "corpus": {
+                "presets": [],
+                "files": sorted(files),
+                "n_train": 200,
+                "n_val": 40,
+                "val_fraction": 0.2,
+            },
+            "precompute": {"shard_size": 50, "block_shards": 2, "device": "cpu"},
+            "adapter": {"width": 64, "depth": 2, "student_dim": 64, "teacher_dim": 64, "queries": 40},
+            "train": {"lr": 2e-3, "keep_every": 20, "device": "cpu"} | train,
+        },
+    )
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, models):
+    """A finished run that tests only read."""
+    made = project(tmp_path_factory.mktemp("undisturbed") / "p", models)
+    made.snakemake()
+    return made
+
+
+@pytest.fixture
+def finished(tmp_path, undisturbed):
+    """A copy of a finished run that a test may change."""
+    shutil.copytree(undisturbed.folder, tmp_path / "p", symlinks=True)
+    return Project(tmp_path / "p", undisturbed.settings)
+
+
+def times(made):
+    """Modification times of the shards."""
+    return {path.name: path.read_bytes() for path in sorted(made.run.glob("shards/*/*.safetensors"))}
+
+
+def adapter(made):
+    """Bytes of the adapter's tensors."""
+    return {name: array.tobytes() for name, array in export.read_arrays(made.folder / GGUF).items()}
+
+
+GGUF = "runs/pig_t5_adapter-f16.gguf"
+
+
+@pytest.mark.parametrize("pack", ["demo", "pixart"])
+def test_a_dry_run_lists_tens_of_jobs_with_their_reasons(tmp_path, pack):
+    made = Project(tmp_path, {"pack": pack, "run": pack}, pack=pack)
+    profile = str(CHECKOUT / "packs" / pack / "pack.yaml")
+    output = made.snakemake("--dry-run", "--configfile", profile)
+    assert "Train the adapter" in output
+    assert "reason: Missing output files" in output
+    total = int(output.rsplit("total", 1)[1].split()[0])
+    assert 10 <= total < 100
+
+
+def test_a_run_leaves_adapter_evaluation_and_report(undisturbed):
+    evaluation = undisturbed.json("eval.json")
+    assert evaluation["trained_steps"] <= 40
+    assert evaluation["metrics"]["roundtrip_cos"] > 0.9999
+    assert (undisturbed.folder / GGUF).exists()
+    assert "<html" in (undisturbed.run / "report.html").read_text()
+    records = {record["id"]: record for record in undisturbed.json("materials.json")["materials"]}
+    assert all(len(file["sha256"]) == 64 for record in records.values() for file in record["files"])
+    assert list(undisturbed.run.glob("tensorboard/events*"))
+
+
+def test_after_a_finished_run_nothing_is_to_do(undisturbed):
+    assert undisturbed.planned() == {}
+
+
+def test_raised_steps_train_only_the_rest(finished):
+    before = times(finished)
+    finished.write(train={"steps": 60})
+    assert finished.planned() == {"train": 1, "export": 1, "evaluate": 1, "report": 1, "all": 1}
+    output = finished.snakemake()
+    assert "resuming at step 40 of 60" in output
+    assert finished.json("eval.json")["planned_steps"] in (40, 60)
+    assert times(finished) == before
+    assert finished.planned() == {}
+
+
+def test_lowered_steps_end_a_running_training_at_once(tmp_path, models):
+    made = project(tmp_path / "p", models, steps=100000)
+    process = made.start()
+    state = made.run / "checkpoints" / "state.safetensors"
+    deadline = time.monotonic() + 300
+    while not state.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    made.write(train={"steps": 10})
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-4000:]
+    assert "train.steps is now 10" in output
+    assert (made.run / "eval.json").exists()
+    assert made.planned() == {}
+
+
+def test_another_learning_rate_retrains_and_rebuilds_no_shard(finished):
+    before = times(finished)
+    finished.write(train={"lr": 1e-3})
+    assert "precompute_block" not in finished.planned()
+    assert "moved to" in finished.snakemake()
+    assert times(finished) == before
+    assert list(finished.run.glob("checkpoints.stale-*"))
+
+
+def test_one_changed_prompt_rebuilds_only_its_shards(finished):
+    before = times(finished)
+    file = finished.folder / "one.txt"
+    file.write_text(file.read_text() + "a copper telescope beside seven sleeping foxes at noon\n")
+    finished.snakemake()
+    changed = [name for name, content in times(finished).items() if content != before[name]]
+    assert len(changed) == 1
+    assert finished.planned() == {}
+
+
+def test_touching_files_redoes_nothing(finished):
+    for path in [finished.folder / "one.txt", finished.folder / "pack.yaml", *finished.run.glob("settings/*.json")]:
+        path.touch()
+    assert finished.planned() == {}
+
+
+def test_a_damaged_shard_is_named_and_healed_by_the_next_run(finished):
+    good = adapter(finished)
+    shard = finished.run / "shards" / "train" / "0001-01.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 4
+    shard.write_bytes(content)
+    finished.write(train={"lr": 1.9e-3})  # so that training reads the shards again
+    output = finished.snakemake(fails=True)
+    assert "0001-01.safetensors is damaged" in output
+    assert "Traceback" not in output
+    finished.write(train={"lr": 2e-3})
+    finished.snakemake()
+    assert adapter(finished) == good
+
+
+def test_shards_of_a_synthetic_teacher_are_never_taken_for_real_ones(tmp_path, undisturbed, models):
+    made = project(tmp_path / "p", models)
+    made.write(precompute={"teacher": "synthetic"})
+    made.snakemake()
+    assert (made.folder / "runs" / "pig_t5_adapter-synthetic-f16.gguf").exists()
+    made.write(precompute={"teacher": "real"})
+    made.snakemake()
+    assert adapter(made) == adapter(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"train": {"stepz": 5}}, "did you mean `train.steps`?"),
+        ({"adapter": {"student_dim": 1024}}, "1024"),
+        ({"corpus": {"files": ["one.txt", "absent.txt"]}}, "absent.txt"),
+    ],
+)
+def test_a_mistake_is_told_in_words_and_before_any_model_is_loaded(tmp_path, models, groups, words):
+    made = project(tmp_path / "p", models)
+    made.write(**groups)
+    output = made.snakemake(fails=True)
+    assert words in output
+    assert "Traceback" not in output
+    assert not list(made.run.glob("shards/*/*.safetensors"))
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(tmp_path, models, undisturbed, seed):
+    made = project(tmp_path / "p", models)
+    chance = random.Random(seed)
+    for _ in range(3):
+        process = made.start()
+        time.sleep(chance.uniform(6, 20))
+        if process.poll() is not None:
+            process.communicate()
+            break
+        made.kill(process)
+    made.snakemake()
+    assert adapter(made) == adapter(undisturbed)
+    best = "checkpoints/best.safetensors"
+    one, other = load_file(made.run / best), load_file(undisturbed.run / best)
+    assert all((one[name] == other[name]).all() for name in other)
+
+
+def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
+    made = project(tmp_path / "p", models, steps=100000)
+    process = made.start()
+    deadline = time.monotonic() + 300
+    while not (made.run / "checkpoints" / "state.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    made.snakemake("--nolock", "snapshot")
+    (entry,) = made.json("snapshots.json")["snapshots"]
+    assert entry["while_training"]
+    assert (made.folder / entry["path"]).exists()
+    assert process.poll() is None
+    stopped = made.control("stop")
+    output, _ = process.communicate(timeout=120)
+    assert "stopped: train" in stopped
+    assert "stopped at step" in output
+    assert not (made.folder / GGUF).exists()
+    assert "nothing runs" in made.control("stop")
