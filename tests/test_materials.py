@@ -136,7 +136,7 @@ def test_a_truncated_shard_is_found_without_a_hub(tmp_path):
     names = completeness.folder_files(folder)
     for kept in (len(whole) - 1, 50, 8, 3, 0):
         shard.write_bytes(whole[:kept])
-        assert shard.name in refusal(completeness.check_weights, folder, names)
+        assert f"{shard.name} is truncated" in refusal(completeness.check_weights, folder, names)
     shard.write_bytes(whole + b"x")
     assert "damaged" in refusal(completeness.check_weights, folder, names)
     shard.write_bytes(whole)
@@ -259,7 +259,7 @@ def test_prompts_are_found_as_parquet_and_held_to_their_revision(tmp_path):
     record = finding.prepare(settings(tmp_path, **presets), "prompts-gustavosta")
     assert (record.path, record.revision) == (str(path), COMMIT)
     presets["materials"]["revisions"] = {"prompts-gustavosta": "b" * 40}
-    assert "is revision aaaaaaaa, not bbbbbbbb" in refusal(
+    assert "at bbbbbbbb: it is revision aaaaaaaa" in refusal(
         finding.prepare, settings(tmp_path, **presets), "prompts-gustavosta"
     )
     parquet.write_table(pa.table({"text": ["a cat"]}), path)
@@ -294,11 +294,12 @@ def test_a_commit_stays_pinned_until_the_settings_name_another(tmp_path, caplog)
     assert finding.prepare(settings(tmp_path), "teacher").revision == COMMIT
     teacher_files(cache / "snapshots" / ("b" * 40), seed=1)
     (cache / "refs/main").write_text("b" * 40)
+    (tmp_path / "runs/a/materials/teacher").unlink()
     assert finding.prepare(settings(tmp_path), "teacher").revision == COMMIT
     assert finding.prepare(settings(tmp_path, run="new"), "teacher").revision == "b" * 40
     moved = settings(tmp_path, materials={"revisions": {"teacher": "b" * 40}})
     assert finding.prepare(moved, "teacher").revision == "b" * 40
-    assert "is revision aaaaaaaa, not bbbbbbbb" in caplog.text
+    assert "at bbbbbbbb: it is revision aaaaaaaa" in caplog.text
 
 
 def test_a_file_that_is_not_a_record_is_said_to_be_none(tmp_path):
@@ -465,10 +466,35 @@ def test_a_file_with_a_wrong_sha256_is_refused_and_the_next_run_heals(online):
     blob = Path(online.record().path, "model.safetensors").resolve()
     data = blob.read_bytes()
     blob.write_bytes(data[:-4] + b"evil")  # same size, whole by its header
+    small = Path(online.record().path, "spiece.model").resolve()
+    small.write_bytes(b"piec")
     status, shown = online.run()
     assert status == 0, shown
-    assert "another sha256 than on the hub" in shown
-    assert blob.read_bytes() == data
+    assert "spiece.model has 4 bytes, on the hub 6" in shown
+    assert "model.safetensors has another sha256 than on the hub" in shown
+    assert (blob.read_bytes(), small.read_bytes()) == (data, b"pieces")
+
+
+def test_a_snapshot_of_another_commit_serves_if_its_files_are_the_same(online):
+    copy = shutil.copytree(online.path / "origin", online.path / "models" / Path(REPOSITORY).name)
+    note = copy / ".cache/huggingface/download/config.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text("b" * 40 + "\n")
+    search = {"materials": {"search": [str(online.path / "models")]}}
+    assert online.run(**search)[0] == 0
+    assert (online.record().found, online.record().revision) == ("search", COMMIT)
+    first = online.record()
+    online.hub.status = 503
+    assert online.run(**search)[0] == 0
+    assert online.record() == first
+    (copy / "spiece.model").write_bytes(b"other.")
+    status, shown = online.run(**search)
+    assert status == 1
+    assert "at aaaaaaaa: it is revision bbbbbbbb" in shown
+    exact = {"materials": {"paths": {"teacher": str(copy)}}}
+    assert online.run(**exact)[0] == 0
+    assert (online.record().found, online.record().revision) == ("path", "b" * 40)
+    assert online.run(**search)[0] == 1
 
 
 def test_access_and_network_errors_are_one_sentence_each(online):
