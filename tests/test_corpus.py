@@ -4,13 +4,28 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from trainer import corpus, near_duplicates
 from trainer.config import Corpus
 from trainer.errors import TrainerError
 from trainer.files import write_json
 
-WORDS = "fox owl teapot river castle moon lamp violin rain desert ship garden robot glass winter".split()
+WORDS = [
+    "fox",
+    "owl",
+    "teapot",
+    "river",
+    "castle",
+    "moon",
+    "lamp",
+    "violin",
+    "rain",
+    "desert",
+    "ship",
+    "garden",
+    "robot",
+    "glass",
+    "winter",
+]
 
 # Few words, so that near duplicates abound: texts of eight or more words that differ in one are near duplicates at 0.5.
 TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=2, max_size=9).map(" ".join), min_size=60, max_size=120)

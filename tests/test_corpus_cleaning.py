@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from trainer.prompt_cleaning import collapse, for_engine
 
 # Syntax, what composes, what folds into syntax, and what is invisible, much oftener than in any text.

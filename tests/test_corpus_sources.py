@@ -3,7 +3,6 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from trainer.errors import TrainerError
 from trainer.prompt_sources import read
 

@@ -245,14 +245,15 @@ def test_offline_says_what_is_missing_how_large_and_how_to_get_it(tmp_path):
     assert "9.5 GB" in text
     assert f"hf download {REPOSITORY} --revision main" in text
     assert "materials.paths.teacher" in text
-    assert "it has no spiece.model" in text
+    assert "it has no spiece.model or tokenizer.json" in text
 
 
 def test_prompts_are_found_as_parquet_and_held_to_their_revision(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
-    presets = {"corpus": {"presets": ["gustavosta"]}, "materials": {"search": [str(tmp_path)]}}
+    pinned = {"prompts-gustavosta": COMMIT}
+    presets = {"corpus": {"presets": ["gustavosta"]}, "materials": {"search": [str(tmp_path)], "revisions": pinned}}
     schema = pa.schema([("prompt", pa.string())], metadata={"revision": COMMIT})
     path = tmp_path / "prompts-gustavosta.parquet"
     parquet.write_table(pa.table({"prompt": ["a cat"]}, schema=schema), path)
@@ -405,7 +406,9 @@ def test_a_snapshot_is_downloaded_verified_pinned_and_used_by_another_run(online
     assert status == 0, shown
     record = online.record()
     assert (record.found, record.revision) == ("downloaded", COMMIT)
-    assert sorted(file["name"] for file in record.files) == sorted(packs.get("pixart").materials[0].patterns)
+    assert {file["name"] for file in record.files} == set(online.hub.files) - {
+        *("README.md", "flax.bin", "generation_config.json")
+    }
     for file in record.files:
         assert (Path(record.path) / file["name"]).read_bytes() == online.hub.files[file["name"]]
     assert online.hub.ranges("model.safetensors")[0] is None
@@ -542,27 +545,30 @@ def test_a_disk_too_small_is_told_before_downloading(online, monkeypatch):
     [
         ("gustavosta", "Gustavosta/Stable-Diffusion-Prompts", "data/train.parquet"),
         ("diffusiondb", "poloclub/diffusiondb", "metadata.parquet"),
+        ("vidprom", "WenhaoWang/VidProM", "VidProM_unique.csv"),
+        ("midjourney", "succinctly/midjourney-prompts", "data/train.parquet"),
     ],
 )
 def test_a_prompt_set_becomes_one_parquet_file_of_its_column(tmp_path, preset, repository, name):
     import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
-    column = "Prompt" if preset == "gustavosta" else "prompt"
-    parquet.write_table(pa.table({column: ["a cat", None, "a dog, oil"], "seed": [1, 2, 3]}), tmp_path / "origin")
+    column = {"gustavosta": "Prompt", "midjourney": "text"}.get(preset, "prompt")
+    table = pa.table({"seed": [1, 2], column: ["a cat", 'a dog,\n "oil"']})
+    (csv.write_csv if name.endswith(".csv") else parquet.write_table)(table, tmp_path / "origin")
     machine = Online(tmp_path, {name: (tmp_path / "origin").read_bytes(), "README.md": b"hello"}, repository)
-    corpus = {"presets": [preset]}
-    status, shown = machine.run(f"prompts-{preset}", corpus=corpus)
+    corpus, pinned = {"presets": [preset]}, {"revisions": {f"prompts-{preset}": COMMIT}}
+    status, shown = machine.run(f"prompts-{preset}", corpus=corpus, materials=pinned)
     assert status == 0, (shown, [r[:2] for r in machine.hub.requests])
     record = machine.record(id=f"prompts-{preset}")
     assert (record.found, record.revision) == ("downloaded", COMMIT)
     assert Path(record.path) == tmp_path / f"runs/a/materials/prompts-{preset}.parquet"
-    assert parquet.read_table(record.path).to_pydict() == {"prompt": ["a cat", "a dog, oil"]}
+    assert parquet.read_table(record.path).to_pydict() == {"prompt": ["a cat", 'a dog,\n "oil"']}
     first = (tmp_path / f"runs/a/materials/prompts-{preset}.json").read_bytes()
     machine.hub.shutdown()
-    assert machine.run(f"prompts-{preset}", corpus=corpus)[0] == 0
+    assert machine.run(f"prompts-{preset}", corpus=corpus, materials=pinned)[0] == 0
     assert (tmp_path / f"runs/a/materials/prompts-{preset}.json").read_bytes() == first
-    assert machine.run(f"prompts-{preset}", "b", corpus=corpus)[0] == 0
+    assert machine.run(f"prompts-{preset}", "b", corpus=corpus, materials=pinned)[0] == 0
     assert machine.record("b", f"prompts-{preset}").found == "other run"
 
 

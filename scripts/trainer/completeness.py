@@ -13,7 +13,12 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 def matching(names: list[str], patterns: tuple[str, ...]) -> list[str]:
     """The names that any of the patterns covers; as on the hub, `*` also covers `/`."""
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in alternatives(patterns))]
+
+
+def alternatives(patterns: tuple[str, ...]) -> list[str]:
+    """Patterns such as `a|b` taken apart."""
+    return [part for pattern in patterns for part in pattern.split("|")]
 
 
 def folder_files(folder: Path, patterns: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> list[str]:
@@ -34,7 +39,7 @@ def folder_files(folder: Path, patterns: tuple[str, ...] = (), optional: tuple[s
     if missing:
         pickled = sorted(path.name for path in folder.iterdir() if _pickled(path))
         unused = f" ({', '.join(pickled)} is pickled, which is never read)" if pickled else ""
-        raise TrainerError(f"{folder} is incomplete: it has no {', '.join(missing)}{unused}")
+        raise TrainerError(f"{folder} is incomplete: it has no {', '.join(missing).replace('|', ' or ')}{unused}")
     unfinished = sorted(folder.glob(".cache/huggingface/download/**/*.incomplete"))
     if unfinished:
         raise TrainerError(f"{folder} holds an unfinished download, {unfinished[0].relative_to(folder)}")

@@ -271,7 +271,8 @@ def _in_folder(root: Path, material: Material) -> list[Path]:
     if material.kind == "prompts":
         return [_absolute(path) for path in [root / f"{material.id}.parquet"] if path.is_file()]
     places = [root / Path(material.repository or "").name, root]
-    return [_absolute(place) for place in places if any(any(place.glob(pattern)) for pattern in material.patterns)]
+    parts = completeness.alternatives(material.patterns)
+    return [_absolute(place) for place in places if any(any(place.glob(part)) for part in parts)]
 
 
 def _best(paths: Iterator[Path]) -> list[Path]:
