@@ -30,6 +30,9 @@ class FakeHub(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
+    def handle_error(self, request, client_address):
+        """A client that was killed is no error of the hub's."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"

