@@ -70,6 +70,14 @@ def test_t5_ids_are_those_of_the_real_tokenizer(t5: Path) -> None:
     assert teacher.tokenize(["hello world", "hello  world\n "], 120) == [[21820, 296, 1]] * 2
 
 
+def test_every_unknown_character_is_an_id_as_in_the_engine(t5: Path) -> None:
+    if not tiny_models.shared("tokenizers/t5/tokenizer.json"):
+        pytest.skip("no shared/tokenizers beside the checkout")
+    teacher = load("t5", t5)
+    assert teacher.tokenize(["red 雪雪雪", "雪, 雪"], 120) == [[1131, 3, 2, 2, 2, 1], [3, 2, 6, 3, 2, 1]]
+    assert teacher.tokenize(["雪雪雪"], 3) == [[3, 2, 1]]
+
+
 def test_t5_reads_spiece_model_like_sentencepiece(tmp_path: Path) -> None:
     import sentencepiece
 

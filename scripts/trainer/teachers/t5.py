@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from tokenizers import Encoding
 from torch import Tensor
 from transformers import T5EncoderModel, T5Tokenizer
 
@@ -15,9 +16,10 @@ EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
 class T5:
     """Rows are the encoder's last hidden state.
 
-    A prompt ends with `</s>` (1). The empty prompt is "▁" and `</s>`: diffusion pipelines encode it as `</s>` alone,
-    but the engine does not, and what is trained has to be what it encodes. Its other differences show only on text
-    that is not plain, which is why the corpus is cleaned.
+    A prompt ends with `</s>` (1). What is trained has to be what the engine encodes, which differs from what diffusion
+    pipelines do: the empty prompt is "▁" and `</s>` instead of `</s>` alone, and of a run of unknown characters each is
+    an `<unk>` instead of all together. Its other differences show only on text that is not plain, which is why the
+    corpus is cleaned.
     """
 
     def __init__(self, model: T5EncoderModel, tokenizer: T5Tokenizer) -> None:
@@ -26,6 +28,7 @@ class T5:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.end: int = tokenizer.eos_token_id
+        self.unknown: int = tokenizer.unk_token_id
         space = self.tokenizer.token_to_id("▁")
         self.empty: list[int] = [] if space is None else [space]
         self.vocabulary: int = model.config.vocab_size
@@ -33,9 +36,13 @@ class T5:
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
         """Ids of each prompt, cut to `queries` with the end marker last."""
-        encodings = self.tokenizer.encode_batch_fast(prompts, add_special_tokens=False)
-        ids = [encoding.ids or self.empty for encoding in encodings]
+        encodings = self.tokenizer.encode_batch(prompts, add_special_tokens=False)
+        ids = [self._ids(encoding) or self.empty for encoding in encodings]
         return [[*row[: queries - 1], self.end] for row in ids]
+
+    def _ids(self, encoding: Encoding) -> list[int]:
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        return [id for id, (start, end) in spans for _ in range(end - start if id == self.unknown else 1)]
 
     @torch.no_grad()
     def encode(self, ids: Tensor, lengths: Tensor) -> Tensor:
