@@ -11,7 +11,24 @@ from trainer.prompt_cleaning import collapse, for_engine
 # Syntax, what composes, what folds into syntax, and what is invisible, much oftener than in any text.
 PIECES = st.one_of(
     st.sampled_from(
-        ["BREAK", "(x:1.3)", "<lora:a:1>", "'LL", "\\(", "e", "\u0301", "\u1100", "\u1161", "²", "（", "］"]
+        [
+            "BREAK",
+            "(x:1.3)",
+            "<lora:a:1>",
+            "'LL",
+            "\\(",
+            "e",
+            "\u0301",
+            "\u1100",
+            "\u1161",
+            "²",
+            "（",
+            "］",
+            "</s>",
+            "<pad>",
+            "\ufe0f",
+            "\ufe20",
+        ]
     ),
     st.text(st.sampled_from("()[]\\:1.3, 'STtBREAK\u200d\u0338<=>lora\u00ad\x00\U0001f1e6٣"), max_size=8),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
@@ -40,7 +57,8 @@ def test_clean_prompts_have_no_syntax_and_stay_as_they_are(text):
         ("a fox BREAK in BREAKFAST BREAK, red", "a fox in BREAKFAST , red"),
         ("<lora:style:0.8> a fox", "a fox"),
         ("ﬁne　（full）\u00a0width\n½ ² Ⅷ ٣", "fine full width 1⁄2 2 VIII 3"),
-        ("e\u200b\u0301 zero\u00adwidth 🇫🇷 👩\u200d🚀", "é zerowidth 👩🚀"),
+        ("e\u200b\u0301 zero\u00adwidth 🇫🇷 ok 👩\u200d🚀go ❤\ufe0f", "é zerowidth ok go ❤"),
+        ("<pad>a</s> <extra_id_7>fox<unk> <lora:a</s>:1> <b>", "a fox <b>"),
         ("DON'T ask 'The Fox'", "DON't ask 'The Fox'"),
         ("()[]", ""),
     ],

@@ -2,17 +2,21 @@ r"""The text of a prompt as it is trained: what the engine encodes, in character
 
 The engine reads `( ) [ ]`, `\`, `(x:1.3)`, `BREAK` and `<lora:...>` as syntax: it takes them out and encodes the pieces
 between them. Its tokenizers also differ from those of the Hugging Face libraries on some characters (they do
-not normalise unicode, know no digits but ASCII ones, and skip flags); `for_engine` folds or removes these.
+not normalise unicode, know no digits but ASCII ones, and skip many symbols) and on white space around T5's special
+tokens; `for_engine` folds or removes these. tests/test_engine.py compares with the engine itself.
 """
 
 import re
 import unicodedata
 from functools import cache
 
+_T5_SPECIAL = re.compile(r"</s>|<pad>|<unk>|<extra_id_\d+>")
 _LORA = re.compile(r"<lora:[^:>]+:[^>]+>")
 _WEIGHT = re.compile(r":\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*(?=\))")
 _BREAK = re.compile(r"\bBREAK\b", re.ASCII)
 _BRACKETS = re.compile(r" ?[()\[\]\\][ ()\[\]\\]*(?=([,.;:!?])?)")
+# From here on its table of punctuation, marks and symbols has gaps: it skips one emoji in seven, for instance.
+_GAPS = "\ua490"
 # The engine writes contractions in lower case (DON'T -> DON't) where they follow a word or begin the text.
 _CONTRACTION = re.compile(r"(?:(?<=\w)|^)'(?:[sdmt]|ll|re|ve)", re.IGNORECASE)
 
@@ -36,8 +40,9 @@ def for_engine(text: str) -> str:
     if any(character in text for character in "()[]\\"):
         text = _WEIGHT.sub("", text)
         text = _BRACKETS.sub(lambda match: "" if match[1] else " ", text)
-    if "<lora:" in text:
-        text = _LORA.sub(" ", text)
+    if "<" in text:
+        # A special token inside of a lora's name has to go first: what is left would be a lora the next time.
+        text = _LORA.sub(" ", _T5_SPECIAL.sub(" ", text))
     if "BREAK" in text:
         text = _BREAK.sub(" ", text)
     text = collapse(text)
@@ -48,9 +53,9 @@ def for_engine(text: str) -> str:
 
 @cache
 def _visible(character: str) -> str:
-    """The character, or nothing for controls, format characters, unassigned code points and halves of a flag."""
-    is_flag = "\N{REGIONAL INDICATOR SYMBOL LETTER A}" <= character <= "\N{REGIONAL INDICATOR SYMBOL LETTER Z}"
-    return "" if is_flag or unicodedata.category(character).startswith("C") else character
+    """The character, or nothing for controls, format characters, unassigned code points and marks the engine skips."""
+    category = unicodedata.category(character)
+    return "" if category.startswith("C") or (category.startswith("M") and character >= _GAPS) else character
 
 
 @cache
@@ -58,7 +63,9 @@ def _common(character: str) -> str:
     """The character, an ASCII digit for any decimal digit, or a space for what only some tokenizers know."""
     if character.isascii():
         return character
-    if unicodedata.category(character).startswith("N"):
+    category = unicodedata.category(character)
+    if category.startswith("N"):
         return str(unicodedata.decimal(character, " "))
-    # SentencePiece reads its own word mark and the replacement character as spaces.
-    return " " if character in "\N{LOWER ONE EIGHTH BLOCK}\N{REPLACEMENT CHARACTER}" else character
+    # SentencePiece reads its own word mark as a space.
+    skipped = character >= _GAPS and not category.startswith("L")
+    return " " if skipped or character == "\N{LOWER ONE EIGHTH BLOCK}" else character
