@@ -1,0 +1,242 @@
+"""The real engine, given a file of ours, conditions on what our code computes: ids, student states and adapter rows.
+
+Opt-in: needs ggk (`pip install ggk`), on PATH or named by the environment variable GGK.
+"""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tiny_models
+import tiny_runs
+import torch
+from trainer import checkpoints, config, evaluation, export, students
+from trainer.adapters.resampler import SeededResampler
+from trainer.prompt_cleaning import for_engine
+from trainer.standardization import Standardization
+from trainer.teachers import t5
+from trainer.tokenization import QWEN_PAD, student_tokenizer
+
+GGK = shutil.which(os.environ.get("GGK") or "ggk")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not GGK, reason="no ggk engine: pip install ggk, or name its executable in GGK"),
+    pytest.mark.skipif(not tiny_models.shared("tokenizers"), reason="no shared/tokenizers beside the checkout"),
+]
+STUDENT, TEACHER, QUERIES, VOCABULARY, WIDTH = 64, 4096, 120, 32128, 64
+
+ORDINARY = "A red fox sits in deep snow under a pine tree, watercolor"
+LONG = "An old lighthouse on a cliff at dawn, with waves breaking below and gulls in a pale sky; 35mm film. " * 8
+PROMPTS = [
+    ORDINARY,
+    "",
+    LONG,
+    'Wait -- "what\'s this"? A cat; 100% real, #1 @home: $5... {a|b} -> <c> & *d* ~ e_f = g/h!',
+    "(masterpiece:1.3), a ((cat)) [black], photo(s) of \\(dogs\\) and a ( lonely bracket",
+    "一只红色的狐狸，在雪地里。「夜」",
+    "DON'T we'll I'D it's 'Twas rock'n'roll y'all've O'Brien's '90s",
+    "½ cup, x² and Ⅷ, ① ٣ at 1,234.5 and 2024",
+    "a fox 🦊🚀 👩‍🚀🇫🇷 ❤️ rocket🚀ship ✨ end👩🏾",
+    "one\ntwo\r\n\r\nthree\tfour \u00a0 five  ",
+    "naïve café Ångström ﬁne e\u0301 zero\u200bwidth soft\u00adhyphen",
+    "“curly” ‘quotes’ — dash… ™ © ® € £ ° ± × ÷ •",
+    "안녕하세요 こんにちは Привет مرحبا שלום हिन्दी ไทย ꦗꦮ",
+    "a BREAK b, BREAKFAST <lora:style:0.8> c <pad> d</s> e<unk> f <extra_id_0> g ▁h",
+    "<think> literal <|im_end|> specials <|endoftext|>",
+    " , leading and trailing : ; ! ",
+]
+
+
+class Conditioning(NamedTuple):
+    """slots [QUERIES] ids, states [L, STUDENT] f32, rows [QUERIES, TEACHER] f32."""
+
+    slots: list[int]
+    states: np.ndarray
+    rows: np.ndarray
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def pixart_shapes(width: int = 64) -> dict[str, tuple[int, ...]]:
+    """A PixArt transformer of one block; the engine takes its sizes from these shapes."""
+    block = "transformer_blocks.0"
+    shapes = {
+        "pos_embed.proj.weight": (width, 4, 2, 2),
+        "pos_embed.proj.bias": (width,),
+        "caption_projection.y_embedding": (QUERIES, TEACHER),
+        f"{block}.scale_shift_table": (6, width),
+        "scale_shift_table": (2, width),
+    }
+    for attention in ("attn1", "attn2"):
+        for part in ("to_q", "to_k", "to_v", "to_out.0"):
+            shapes |= linear(f"{block}.{attention}.{part}", width, width)
+    return (
+        shapes
+        | linear(f"{block}.ff.net.0.proj", 4 * width, width)
+        | linear(f"{block}.ff.net.2", width, 4 * width)
+        | linear("adaln_single.emb.timestep_embedder.linear_1", width, 256)
+        | linear("adaln_single.emb.timestep_embedder.linear_2", width, width)
+        | linear("adaln_single.linear", 6 * width, width)
+        | linear("caption_projection.linear_1", width, TEACHER)
+        | linear("caption_projection.linear_2", width, width)
+        | linear("proj_out", 2 * 2 * 8, width)
+    )
+
+
+def tiny_autoencoder_shapes() -> dict[str, tuple[int, ...]]:
+    """TAESD, the smallest decoder the engine takes: 3x3 convolutions of 64 channels."""
+    shapes = {}
+    # Numbers of the layers: the first and last convolution, those that resize (no bias), and blocks of three.
+    for side, ends, resizing, blocks in (
+        ("encoder", {0: (64, 3), 14: (4, 64)}, (2, 6, 10), (1, 3, 4, 5, 7, 8, 9, 11, 12, 13)),
+        ("decoder", {0: (64, 4), 18: (3, 64)}, (6, 11, 16), (2, 3, 4, 7, 8, 9, 12, 13, 14, 17)),
+    ):
+        inner = {f"{n}.conv.{part}": (64, 64) for n in blocks for part in (0, 2, 4)}
+        for n, (out, into) in (ends | inner).items():
+            shapes |= {f"{side}.layers.{n}.weight": (out, into, 3, 3), f"{side}.layers.{n}.bias": (out,)}
+        shapes |= {f"{side}.layers.{n}.weight": (64, 64, 3, 3) for n in resizing}
+    return shapes
+
+
+def write_zeros(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A safetensors file of f16 zeros: a header and a hole."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * prod(shape)
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + offset)
+
+
+def write_adapter(folder: Path) -> Path:
+    """Export a best checkpoint in which nothing is at its initial value and no standardization is trivial."""
+    generator = torch.Generator().manual_seed(1)
+    adapter = SeededResampler(STUDENT, TEACHER, WIDTH, 2, QUERIES, VOCABULARY).requires_grad_(False)
+    for name, weight in adapter.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name in ("query", "t5_embed.weight"):
+            weight.copy_(noise)
+        elif weight.ndim == 2:
+            weight.copy_(noise / weight.shape[1] ** 0.5)
+        else:
+            weight.copy_(0.2 * noise + (name.endswith("weight")))
+    random = (torch.rand(dim, generator=generator) for dim in (STUDENT, STUDENT, TEACHER, TEACHER))
+    scale = Standardization(*(part + 0.5 * (number % 2) for number, part in enumerate(random)))
+    shape = {"width": WIDTH, "depth": 2, "student_dim": STUDENT, "teacher_dim": TEACHER}
+    settings = config.load({"pack": "pixart", "run": "tiny", "runs_dir": str(folder), "adapter": shape})
+    best, out = folder / "best.safetensors", folder / "adapter.gguf"
+    meta = {"step": 1, "steps": 1, "best_cos": 0.5, "made_from": {}}
+    checkpoints.save(best, checkpoints.pack(adapter, scale), meta)
+    export.export_best(settings, tiny_runs.RECORDS, best, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    # The engine's tokenizer is compiled in; its heads have 128 dimensions.
+    model = tiny_models.qwen3(hidden=STUDENT, layers=2, heads=2, kv_heads=1, vocabulary=151936)
+    tiny_models.student_gguf(folder / "student.gguf", model)
+    tiny_models.qwen2_tokenizer(folder / "tokenizer", merges=None)
+    tiny_models.t5_snapshot(folder / "teacher", vocabulary=VOCABULARY)
+    write_adapter(folder)
+    write_zeros(folder / "pixart.safetensors", pixart_shapes())
+    write_zeros(folder / "taesd.safetensors", tiny_autoencoder_shapes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    """Our conditioning of a prompt, and its student ids."""
+    tokenizer = student_tokenizer(folder / "student.gguf", folder / "tokenizer")
+    student = students.load(folder / "student.gguf", "qwen3", torch.float32, "cpu")
+    teacher = t5.load(folder / "teacher", torch.float32, "cpu")
+    adapter = evaluation.load_adapter(folder / "adapter.gguf", torch.device("cpu"))
+
+    def encode(prompt: str) -> tuple[list[int], Conditioning]:
+        (ids,), (slots,) = tokenizer.encode([prompt]), teacher.tokenize([prompt], QUERIES)
+        slots += [0] * (QUERIES - len(slots))
+        states = student.states(torch.tensor([ids]))
+        rows = adapter.head(adapter(states, None, torch.tensor([slots])))
+        return ids, Conditioning(slots, states[0].numpy(), rows[0].numpy())
+
+    return encode
+
+
+@pytest.fixture
+def engine(folder, tmp_path):
+    """The engine's conditioning of a prompt."""
+
+    def encode(prompt: str) -> Conditioning:
+        files = {
+            "--diffusion-model": "pixart.safetensors",
+            "--tae": "taesd.safetensors",
+            "--llm": "student.gguf",
+            "--llm-adapter": "adapter.gguf",
+        }
+        paths = [word for flag, name in files.items() for word in (flag, str(folder / name))]
+        # Without a guidance scale of 1 the dump would be the negative prompt's.
+        sizes = ["--cfg-scale", "1", "--steps", "1", "-W", "64", "-H", "64", "-t", "1"]
+        done = subprocess.run(
+            [GGK, "diffuser", "engine", "--", *paths, *sizes, "-o", str(tmp_path / "image.png"), "-p", prompt],
+            env=os.environ | {"SD_DUMP_COND": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+        )
+        assert (tmp_path / "adapter_out.bin").exists(), done.stdout.decode(errors="replace")[-3000:]
+        return Conditioning(
+            [int(line) for line in (tmp_path / "t5_ids.txt").read_text().split()],
+            np.fromfile(tmp_path / "qwen_hidden.bin", "<f4").reshape(-1, STUDENT),
+            np.fromfile(tmp_path / "adapter_out.bin", "<f4").reshape(-1, TEACHER),
+        )
+
+    return encode
+
+
+def deviation(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference in any row, relative to that row's largest value."""
+    return float((np.abs(found - expected).max(1) / np.abs(expected).max(1)).max())
+
+
+@pytest.mark.parametrize("raw", PROMPTS)
+def test_the_engine_conditions_on_what_we_compute(ours, engine, raw):
+    prompt = for_engine(raw)
+    _, expected = ours(prompt)
+    found = engine(prompt)
+    assert found.slots == expected.slots
+    # The engine writes no student ids for PixArt. Every id has states of its own, so equal states mean equal ids.
+    assert len(found.states) == len(expected.states)
+    assert deviation(found.states, expected.states) < 1e-4
+    assert found.rows.shape == (QUERIES, TEACHER)
+    assert deviation(found.rows, expected.rows) < 1e-4
+
+
+def test_the_empty_prompt_has_an_id_in_both_tokenizers(ours):
+    ids, conditioning = ours("")
+    assert ids == [QWEN_PAD]
+    assert conditioning.slots[:3] == [3, 1, 0]
+
+
+def test_the_long_prompt_fills_the_window(ours):
+    assert 0 not in ours(for_engine(LONG))[1].slots
+
+
+def test_the_comparison_would_see_another_token_or_another_slot(ours):
+    _, one = ours(ORDINARY)
+    for other in (ORDINARY.replace("red", "blue"), ORDINARY.replace("fox", "FOX")):
+        _, two = ours(other)
+        assert deviation(two.states, one.states[: len(two.states)]) > 1e-2
+        assert deviation(two.rows, one.rows) > 1e-2
