@@ -1,4 +1,4 @@
-"""Made-up prompts for the demo: word lists, and eleven ways to put them together with room for over 1e12 prompts."""
+"""Made-up prompts for the demo: word lists, and five ways to put them together, with room for over 1e12 prompts."""
 
 import random
 from collections.abc import Callable
@@ -141,10 +141,6 @@ _WEATHER = _listed(
     "wind, distant thunder, morning mist, a heat haze, hail, falling cherry blossoms, a meteor shower"
 )
 _COUNTS = _listed("two, three, four, five, six, seven, a dozen, a pair of, a group of, hundreds of, a row of, several")
-_WORDS_ON_SIGNS = _listed(
-    "open, closed, hello, welcome home, no entry, fresh bread, good luck, the end, last stop, for sale, happy "
-    "birthday, please wait, lost and found, hotel, free, danger, bookshop, tomorrow, stay curious, exit"
-)
 
 
 def prompts(count: int, seed: int) -> list[str]:
@@ -196,27 +192,14 @@ def _noun_phrase(chance: random.Random) -> str:
     return f"{chance.choice((_being, _thing))(chance)} {chance.choice(_PLACES)}"
 
 
-def _two(chance: random.Random) -> str:
-    link = chance.choice(
-        ["and", "beside", "in front of", "holding on to", "next to", "looking at", "on top of", "behind"]
-    )
-    return f"{_being(chance)} {link} {_thing(chance)}, {chance.choice(_STYLES)}"
-
-
 def _comma_list(chance: random.Random) -> str:
     extras = [
         chance.choice(listed)
-        for listed in (_STYLES, _LIGHTS, _MOODS, _VIEWS, _DETAILS, _WEATHER, _COLOURS, _TIMES)
-        if chance.random() < 0.5
+        for listed in (_STYLES, _LIGHTS, _MOODS, _VIEWS, _DETAILS, _WEATHER)
+        if chance.random() < 0.4
     ]
     chance.shuffle(extras)
-    return ", ".join([_subject(chance), *extras, chance.choice(_DETAILS)])
-
-
-def _tags(chance: random.Random) -> str:
-    one, _ = chance.choice(_BEINGS + _THINGS)
-    tags = [chance.choice(listed) for listed in (_COLOURS, _MATERIALS, _MOODS, _STYLES, _VIEWS, _LIGHTS)]
-    return ", ".join([one, *chance.sample(tags, chance.randint(3, 6))])
+    return ", ".join([_subject(chance), *extras, chance.choice(_STYLES)])
 
 
 def _style_first(chance: random.Random) -> str:
@@ -230,13 +213,6 @@ def _sentence(chance: random.Random) -> str:
     return order.format(subject=_subject(chance), place=place, time=time)
 
 
-def _request(chance: random.Random) -> str:
-    opening = chance.choice(
-        ["please draw", "show me", "I would like to see", "can you paint", "make a picture of", "imagine", "generate"]
-    )
-    return f"{opening} {_subject(chance)} {chance.choice(_PLACES)}, as {_with_article(chance.choice(_STYLES))}"
-
-
 def _landscape(chance: random.Random) -> str:
     place = chance.choice(_PLACES).split(" ", 1)[1]
     return (
@@ -244,56 +220,10 @@ def _landscape(chance: random.Random) -> str:
     )
 
 
-def _sign(chance: random.Random) -> str:
-    words = chance.choice(_WORDS_ON_SIGNS)
-    kind = chance.choice(["sign", "neon sign", "poster", "banner", "wooden board", "letter", "screen", "T-shirt"])
-    return f'{_with_article(kind)} that says "{words}" {chance.choice(_PLACES)}, {chance.choice(_COLOURS)} letters'
-
-
-def _comparison(chance: random.Random) -> str:
-    one, _ = chance.choice(_BEINGS)
-    other, _ = chance.choice(_THINGS)
-    shape = chance.choice(
-        [
-            "{one} shaped like {other}",
-            "half {one}, half {other}",
-            "{other} that dreams of being {one}",
-            "{one} inside {other}",
-        ]
-    )
-    if shape.startswith("half"):
-        return f"{shape.format(one=one, other=other)}, {chance.choice(_STYLES)}, {chance.choice(_DETAILS)}"
-    filled = shape.format(one=_with_article(one), other=_with_article(other))
-    return f"{filled}, {chance.choice(_STYLES)}, {chance.choice(_LIGHTS)}"
-
-
-def _description(chance: random.Random) -> str:
-    """Several sentences, as people write them who want one exact picture."""
-    sentences = [
-        f"{chance.choice(['The scene shows', 'In the centre is', 'We see', 'There is'])} {_subject(chance)}",
-        f"{chance.choice(['Behind it', 'In the background', 'To the left', 'Far away', 'In the foreground'])} "
-        f"there is {_thing(chance)} {chance.choice(_PLACES)}",
-        f"It happens {chance.choice(_TIMES)}, with {chance.choice(_WEATHER)}",
-        f"The light is like this: {chance.choice(_LIGHTS)}, {chance.choice(_DETAILS)}",
-        "The mood is {} and {}".format(*chance.sample(_MOODS, 2)),
-        "Painted mostly in {} and {}".format(*chance.sample(_COLOURS, 2)),
-        f"The whole is done as {_with_article(chance.choice(_STYLES))}, {chance.choice(_VIEWS)}",
-    ]
-    first, *rest = sentences
-    chosen = chance.sample(rest, chance.randint(2, 5))
-    return ". ".join([first, *chosen]) + "."
-
-
 _FORMS: dict[Callable[[random.Random], str], float] = {
-    _noun_phrase: 14,
-    _two: 8,
-    _comma_list: 20,
-    _tags: 8,
-    _style_first: 12,
-    _sentence: 12,
-    _request: 6,
+    _noun_phrase: 20,
+    _comma_list: 35,
+    _style_first: 20,
+    _sentence: 20,
     _landscape: 5,
-    _sign: 3,
-    _comparison: 4,
-    _description: 12,
 }
