@@ -23,6 +23,7 @@ def job(log_file: Path | str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     log.setLevel(logging.INFO)
     log.propagate = False
+    logging.raiseExceptions = False  # on a full disk a log line is lost, and the error must still be readable
     for handler in (logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(sys.stderr)):
         handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
