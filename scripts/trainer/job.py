@@ -32,6 +32,9 @@ def job(log_file: Path | str) -> Iterator[None]:
     except TrainerError as error:
         log.error("error: %s", error)
         sys.exit(1)
+    except KeyboardInterrupt:
+        log.error("interrupted; the same command starts this job again")
+        sys.exit(130)
     except Exception as error:
         if is_disk_full(error):
             log.error("error: %s", disk_full(getattr(error, "filename", None) or path))
