@@ -12,8 +12,10 @@ from trainer.files import write_json
 WORDS = ["fox", "owl", "teapot", "river", "castle", "moon", "lamp", "violin"]
 WORDS += ["rain", "desert", "ship", "garden", "robot", "glass", "winter"]
 
-# Few words, so that near duplicates abound, and near duplicates of near duplicates.
-TEXTS = st.lists(st.lists(st.sampled_from(WORDS[:5]), min_size=2, max_size=9).map(" ".join), min_size=60, max_size=120)
+# Few words, so that near duplicates abound, near duplicates of near duplicates, and prompts that differ in case.
+TEXTS = st.lists(
+    st.lists(st.sampled_from([*WORDS[:5], "Fox"]), min_size=2, max_size=9).map(" ".join), min_size=60, max_size=120
+)
 # A failing list of a hundred texts takes minutes to shrink and says no more than the assertion.
 quick = settings(
     max_examples=25,
