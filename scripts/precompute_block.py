@@ -14,6 +14,7 @@ with job(snakemake.log[0]):
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     files = [Path(file) for file in snakemake.output]
     numbers = [number * len(files) + shard for shard in range(len(files))]
+    requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
     with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
-        block = precompute.Block(settings, records, Requests(settings.folder))
+        block = precompute.Block(settings, records, requests)
         block.fill(files, numbers, snakemake.params.shards, Path(snakemake.input.corpus))

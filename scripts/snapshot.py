@@ -5,9 +5,12 @@ from pathlib import Path
 from trainer import config, corpus_files, snapshots
 from trainer.files import read_json
 from trainer.job import job
+from trainer.report import write_report
 
 with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
     run = Path(settings.folder)
     texts = {sample.id: sample.text for sample in corpus_files.read(run / "corpus" / "val.jsonl")}
     snapshots.take(settings, read_json(run / "materials.json")["materials"], texts)
+    if (run / "report.html").exists():
+        write_report(run, settings, run / "report.html")

@@ -12,6 +12,7 @@ with job(snakemake.log[0]):
     files = snakemake.input
     torch.set_num_threads(snakemake.threads)
     run = Path(settings.folder)
+    requests = Requests(run)  # before the lock: whoever sees the lock can ask
     with only_one(run, "train"):
         inputs = training.read_inputs(run, files.index, files.train, files.val, files.seed_table)
 
@@ -19,4 +20,4 @@ with job(snakemake.log[0]):
             """The planned steps as the user's files say now."""
             return config.read_steps(snakemake.params.configfiles, snakemake.params.overrides, steps)
 
-        training.train(settings, inputs, plan, Requests(run))
+        training.train(settings, inputs, plan, requests)

@@ -34,7 +34,7 @@ def build(root: Path, pack: str = "demo", steps: int = 600, **settings: object) 
     _metrics(folder / "metrics.csv", steps)
     _write(folder / "eval.json", _evaluation(made, steps, synthetic))
     for step in range(200, steps + 1, 200):
-        kept = {"step": step, "val_cos": round(_val_cos(step), 6)}
+        kept = {"step": step, "val": {"cos": round(_val_cos(step), 6)}}
         file = folder / "checkpoints" / f"step-{step}.safetensors"
         save_file({"x": np.zeros(2, np.float16)}, file, metadata={"trainer": json.dumps(kept)})
     _write(folder / "snapshots.json", {"snapshots": [_snapshot(made, 400, steps), _snapshot(made, 500, steps)]})

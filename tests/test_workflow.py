@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import subprocess
 import time
 
 import pytest
@@ -72,12 +73,12 @@ def times(made):
     return {path.name: path.read_bytes() for path in sorted(made.run.glob("shards/*/*.safetensors"))}
 
 
-def adapter(made):
-    """Bytes of the adapter's tensors."""
-    return {name: array.tobytes() for name, array in export.read_arrays(made.folder / GGUF).items()}
-
-
 GGUF = "runs/pig_t5_adapter-f16.gguf"
+
+
+def adapter(made, path=None):
+    """Bytes of the adapter's tensors."""
+    return {name: array.tobytes() for name, array in export.read_arrays(path or made.folder / GGUF).items()}
 
 
 @pytest.mark.parametrize("pack", ["demo", "pixart"])
@@ -197,6 +198,34 @@ def test_a_mistake_is_told_in_words_and_before_any_model_is_loaded(tmp_path, mod
     assert words in output
     assert "Traceback" not in output
     assert not list(made.run.glob("shards/*/*.safetensors"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB; call it with another size to change that."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mount(*options):
+        return subprocess.run(["mount", *options, str(place)], capture_output=True, check=False).returncode == 0
+
+    if not mount("-t", "tmpfs", "-o", "size=1m", "tmpfs"):
+        pytest.skip("mounting a small file system needs root")
+    yield place, lambda size: mount("-o", f"remount,size={size}")
+    subprocess.run(["umount", "--lazy", str(place)], check=False)
+
+
+def test_a_full_disk_is_told_in_words_and_more_room_heals_it(tmp_path, models, undisturbed, small_disk):
+    place, resize = small_disk
+    made = project(tmp_path / "p", models)
+    made.settings["runs_dir"] = str(place)
+    made.write()
+    output = made.snakemake(fails=True)
+    assert "is full" in output
+    assert "Traceback" not in output
+    assert resize("200m")
+    made.snakemake()
+    assert adapter(made, place / "pig_t5_adapter-f16.gguf") == adapter(undisturbed)
 
 
 @pytest.mark.parametrize("seed", [1])

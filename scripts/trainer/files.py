@@ -30,6 +30,10 @@ def is_disk_full(error: BaseException) -> bool:
     return f"os error {errno.ENOSPC}" in str(error) or f"os error {errno.EDQUOT}" in str(error)
 
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
+
 @contextmanager
 def written_whole(path: Path | str) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to; on success sync it and rename it over `path`.
@@ -47,6 +51,7 @@ def written_whole(path: Path | str) -> Iterator[Path]:
         yield aside
         with open(aside, "rb+") as file:
             os.fsync(file.fileno())
+        os.chmod(aside, 0o666 & ~_UMASK)  # some writers make files that only their owner can read
         os.replace(aside, path)
         _sync_folder(path.parent)
     except BaseException as error:

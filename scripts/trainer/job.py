@@ -23,6 +23,7 @@ def job(log_file: Path | str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     log.setLevel(logging.INFO)
     log.propagate = False
+    logging.raiseExceptions = False  # on a full disk a log line is lost, and the error must still be readable
     for handler in (logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(sys.stderr)):
         handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
@@ -31,6 +32,9 @@ def job(log_file: Path | str) -> Iterator[None]:
     except TrainerError as error:
         log.error("error: %s", error)
         sys.exit(1)
+    except KeyboardInterrupt:
+        log.error("interrupted; the same command starts this job again")
+        sys.exit(130)
     except Exception as error:
         if is_disk_full(error):
             log.error("error: %s", disk_full(getattr(error, "filename", None) or path))

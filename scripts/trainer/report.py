@@ -132,7 +132,7 @@ def steps_and_quality(run_folder: Path, evaluation: dict[str, Any], gguf: Path) 
 
     for file in sorted((run_folder / "checkpoints").glob("step-*.safetensors")):
         if kept := _checkpoint(file):
-            row(kept["step"]).update(val_cos=kept.get("val_cos"), tags=["kept"])
+            row(kept["step"]).update(val_cos=(kept.get("val") or {}).get("cos"), tags=["kept"])
     path = run_folder / "snapshots.json"
     for snapshot in read_json(path)["snapshots"] if path.exists() else []:
         found = row(snapshot["step"])

@@ -65,7 +65,7 @@ class Trainer:
         self.settings, self.options, self.inputs, self.plan = settings, settings.train, inputs, plan
         self.steps = settings.train.steps
         self.device = devices.pick(settings.train.device)
-        self.autocast = self.device.type == "cuda" and devices.multiplies_bf16(self.device)
+        self.autocast = devices.multiplies_bf16(self.device)
         self.folder = inputs.run / "checkpoints"
         self.metrics_file = inputs.run / "metrics.csv"
         self.queries = settings.adapter.queries

