@@ -7,9 +7,9 @@ rule evaluate:
     input:
         settings=f"{RUN}/settings/evaluate.json",
         gguf=settings.gguf,
-        best=f"{RUN}/checkpoints/best.safetensors",
+        trained=f"{RUN}/trained.safetensors",
         index=f"{RUN}/shards.json",
-        shards=SHARDS["val"],
+        blocks=BLOCKS["val"],
         corpus=f"{RUN}/corpus/val.jsonl",
     output:
         f"{RUN}/eval.json",

@@ -6,10 +6,10 @@ rule export:
         "Export {output}"
     input:
         settings=f"{RUN}/settings/export.json",
-        best=f"{RUN}/checkpoints/best.safetensors",
+        trained=f"{RUN}/trained.safetensors",
         materials=f"{RUN}/materials.json",
     output:
-        settings.gguf,
+        update(settings.gguf),  # not deleted first: it may be another run's
     log:
         f"{RUN}/logs/export.log",
     benchmark:

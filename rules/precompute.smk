@@ -1,15 +1,8 @@
 # Teacher rows and student states of every prompt, as shards. A job is one block of shards: it loads the models once.
-from itertools import product
-
+# Its output is the list of the block's shards. The shards themselves are no outputs, which Snakemake would delete when
+# a job is stopped: a block keeps what is right and goes on.
 BLOCKS = {
-    split: [f"{number:04d}" for number in range(settings.blocks(split))]
-    for split in ("train", "val")
-}
-SHARDS = {
-    split: [
-        f"{RUN}/shards/{split}/{block}-{shard:02d}.safetensors"
-        for block, shard in product(BLOCKS[split], range(settings.precompute.block_shards))
-    ]
+    split: [f"{RUN}/shards/{split}/{number:04d}.json" for number in range(settings.blocks(split))]
     for split in ("train", "val")
 }
 MODELS = expand(
@@ -26,19 +19,14 @@ rule precompute_block:
         corpus=f"{RUN}/corpus/{{split}}.jsonl",
         materials=MODELS,
     output:
-        update(
-            expand(
-                f"{RUN}/shards/{{{{split}}}}/{{{{block}}}}-{{shard:02d}}.safetensors",
-                shard=range(settings.precompute.block_shards),
-            )
-        ),
+        f"{RUN}/shards/{{split}}/{{block}}.json",
     log:
         f"{RUN}/logs/precompute-{{split}}-{{block}}.log",
     benchmark:
         f"{RUN}/benchmarks/precompute-{{split}}-{{block}}.tsv"
     params:
         settings=settings.model_dump(),
-        shards=lambda wildcards: len(SHARDS[wildcards.split]),
+        blocks=lambda wildcards: len(BLOCKS[wildcards.split]),
     wildcard_constraints:
         split="train|val",
         block=r"\d{4}",
@@ -81,9 +69,8 @@ rule precompute:
     message:
         "Index the shards"
     input:
-        train=SHARDS["train"],
-        val=SHARDS["val"],
-        materials=MODELS,
+        train=BLOCKS["train"],
+        val=BLOCKS["val"],
     output:
         f"{RUN}/shards.json",
     log:

@@ -8,7 +8,6 @@ rule report:
         materials=f"{RUN}/materials.json",
         corpus=f"{RUN}/corpus.json",
         index=f"{RUN}/shards.json",
-        metrics=f"{RUN}/metrics.csv",
         evaluation=f"{RUN}/eval.json",
         gguf=settings.gguf,
     output:

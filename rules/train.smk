@@ -1,4 +1,6 @@
-# The adapter. One job, which resumes from its own state and follows `train.steps` while it runs.
+# The adapter. One job, which resumes from its own state and follows `train.steps` while it runs. The state, the best
+# and kept checkpoints and the metrics are no outputs: Snakemake would delete them, or put back older ones, when the job
+# is stopped. The output is the best checkpoint of the training that has come to its end.
 
 
 rule train:
@@ -8,13 +10,10 @@ rule train:
         settings=f"{RUN}/settings/train.json",
         plan=f"{RUN}/settings/plan.json",
         index=f"{RUN}/shards.json",
-        train=SHARDS["train"],
-        val=SHARDS["val"],
+        blocks=BLOCKS["train"] + BLOCKS["val"],
         seed_table=f"{RUN}/shards/seed_table.safetensors",
     output:
-        state=update(f"{RUN}/checkpoints/state.safetensors"),
-        best=update(f"{RUN}/checkpoints/best.safetensors"),
-        metrics=update(f"{RUN}/metrics.csv"),
+        f"{RUN}/trained.safetensors",
     log:
         f"{RUN}/logs/train.log",
     benchmark:

@@ -4,15 +4,17 @@ from pathlib import Path
 
 import torch
 from trainer import config, corpus_files, evaluation
-from trainer.files import write_json
+from trainer.files import read_json, write_json
 from trainer.job import job, log
+from trainer.shard_index import listed
 
 with job(snakemake.log[0]):
     torch.set_num_threads(snakemake.threads)
     files = snakemake.input
     settings = config.load(snakemake.params.settings)
     texts = {sample.id: sample.text for sample in corpus_files.read(Path(files.corpus))}
-    result = evaluation.evaluate(settings, Path(files.gguf), Path(files.best), [Path(p) for p in files.shards], texts)
+    shards = listed(Path(settings.folder), read_json(files.index), "val")
+    result = evaluation.evaluate(settings, Path(files.gguf), Path(files.trained), shards, texts)
     write_json(snakemake.output[0], result)
     metrics = result["metrics"]
     log.info(

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from trainer import config, materials, precompute
 from trainer.control import Requests, only_one
+from trainer.files import write_json
 from trainer.job import job
 
 with job(snakemake.log[0]):
@@ -12,9 +13,8 @@ with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
     records = {record.id: record for record in map(materials.read_record, snakemake.input.materials)}
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
-    files = [Path(file) for file in snakemake.output]
-    numbers = [number * len(files) + shard for shard in range(len(files))]
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
     with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
         block = precompute.Block(settings, records, requests)
-        block.fill(files, numbers, snakemake.params.shards, Path(snakemake.input.corpus))
+        content = block.fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
+        write_json(snakemake.output[0], content)

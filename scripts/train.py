@@ -9,15 +9,14 @@ from trainer.job import job
 
 with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
-    files = snakemake.input
     torch.set_num_threads(snakemake.threads)
     run = Path(settings.folder)
     requests = Requests(run)  # before the lock: whoever sees the lock can ask
     with only_one(run, "train"):
-        inputs = training.read_inputs(run, files.index, files.train, files.val, files.seed_table)
+        inputs = training.Inputs.read(run)
 
         def plan(steps: int) -> int:
             """The planned steps as the user's files say now."""
             return config.read_steps(snakemake.params.configfiles, snakemake.params.overrides, steps)
 
-        training.train(settings, inputs, plan, requests)
+        training.train(settings, inputs, plan, requests, Path(snakemake.output[0]))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from trainer import config, precompute, shards
+from trainer import config, precompute, shard_index, shards
 from trainer.errors import TrainerError
 from trainer.materials import Record
 from workflow import prompts
@@ -39,7 +39,7 @@ def records(tmp_path_factory):
 
 def settings(tmp_path, **groups):
     shape = {"width": 64, "depth": 1, "student_dim": 64, "teacher_dim": 64, "queries": 24, "vocabulary": 500}
-    options = {"device": "cpu", "batch_tokens": 256, "teacher_dtype": "f32", "student_dtype": "f32"}
+    options = {"device": "cpu", "batch_tokens": 256, "block_shards": 2, "teacher_dtype": "f32", "student_dtype": "f32"}
     given = {"pack": "pixart", "run": "r", "runs_dir": str(tmp_path), "adapter": shape, "precompute": options}
     for group, values in groups.items():
         given[group] = given[group] | values
@@ -54,10 +54,14 @@ def corpus(path, texts):
 
 
 def fill(tmp_path, records, texts, stop_at=None, **groups):
+    block(tmp_path, records, texts, stop_at, **groups)
+    return [tmp_path / "shards" / f"0000-{n:02d}.safetensors" for n in range(2)]
+
+
+def block(tmp_path, records, texts, stop_at=None, **groups):
+    """The list of block 0 of 2, whose shards are 0 and 1 of 4; ids are even, so shard 1 is empty."""
     made = precompute.Block(settings(tmp_path, **groups), records, Asked(stop_at))
-    files = [tmp_path / "shards" / f"0000-{n:02d}.safetensors" for n in range(2)]
-    made.fill(files, [0, 1], 4, corpus(tmp_path / "train.jsonl", texts))
-    return files
+    return made.fill(tmp_path / "shards" / "0000.json", 0, 2, corpus(tmp_path / "train.jsonl", texts))
 
 
 def test_a_sample_goes_to_the_shard_its_id_says_and_its_rows_are_those_of_the_prompt_alone(tmp_path, records):
@@ -78,26 +82,22 @@ def test_a_stopped_block_goes_on_where_it_was_and_ends_in_the_same_bytes(tmp_pat
     with pytest.raises(TrainerError, match=r"prompts of 0000-00\.safetensors are kept"):
         fill(tmp_path / "stopped", records, texts, stop_at=4)
     assert (tmp_path / "stopped" / "shards" / "0000-00.partial").exists()
-    resumed = Asked()
-    made = precompute.Block(settings(tmp_path / "stopped"), records, resumed)
-    path = tmp_path / "stopped" / "shards" / "0000-00.safetensors"
-    made.fill([path], [0], 4, tmp_path / "stopped" / "train.jsonl")
+    path, _ = fill(tmp_path / "stopped", records, texts)
     assert path.read_bytes() == plain
     assert not path.with_suffix(".partial").exists()
 
 
 def test_only_shards_whose_samples_changed_are_rebuilt(tmp_path, records):
     texts = prompts(40)
-    path = corpus(tmp_path / "train.jsonl", texts)
-    files = [tmp_path / "shards" / f"0000-{n:02d}.safetensors" for n in range(4)]
+    eight = {"block_shards": 8}
+    files = [tmp_path / "shards" / f"0000-{n:02d}.safetensors" for n in range(8)]
 
-    def all_four():
-        precompute.Block(settings(tmp_path), records, Asked()).fill(files, [0, 2, 4, 6], 8, path)
-        return [file.read_bytes() for file in files], [file.stat().st_ino for file in files]
+    def inodes(texts):
+        made = precompute.Block(settings(tmp_path, precompute=eight), records, Asked())
+        made.fill(tmp_path / "shards" / "0000.json", 0, 1, corpus(tmp_path / "train.jsonl", texts))
+        return [file.stat().st_ino for file in files]
 
-    _, before = all_four()
-    corpus(path, [*texts[:-1], "another prompt"])
-    _, after = all_four()
+    before, after = inodes(texts), inodes([*texts[:-1], "another prompt"])
     assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
 
 
@@ -158,13 +158,14 @@ def test_a_student_of_another_width_is_refused_before_the_teacher_is_loaded(tmp_
         fill(tmp_path, records, prompts(4), adapter={"student_dim": 32})
 
 
-def test_an_index_refuses_shards_of_other_models(tmp_path, records):
-    files = fill(tmp_path, records, prompts(8))
-    index = precompute.index(files, [], settings(tmp_path), records)
-    assert index["train"]["samples"] == 4
+def test_an_index_refuses_blocks_of_different_models(tmp_path, records):
+    train = block(tmp_path, records, prompts(8))
+    index = shard_index.index([train], [train], "pixart")
+    assert (index["train"]["samples"], index["pack"]) == (4, "pixart")
     changed = records | {"student": Record(**(vars(records["student"]) | {"digest": "another"}))}
-    with pytest.raises(TrainerError, match="not of this run's models"):
-        precompute.index(files, [], settings(tmp_path), changed)
+    val = block(tmp_path, changed, prompts(8))
+    with pytest.raises(TrainerError, match="different models"):
+        shard_index.index([train], [val], "pixart")
 
 
 def test_the_synthetic_teacher_is_recorded_in_the_shard(tmp_path, records):

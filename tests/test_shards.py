@@ -47,10 +47,23 @@ def test_truncated_missing_and_foreign_shards_are_told_apart(tmp_path):
     tiny_runs.write_shard(path, tiny_runs.rows(5, 1))
     assert shards.why_stale(path, "inputs") is None
     assert shards.why_stale(path, "others") == "made from other inputs"
-    path.write_bytes(path.read_bytes()[:-10])
+    short = path.read_bytes()[:-10]
+    path.write_bytes(short)
     assert "truncated" in shards.why_stale(path, "inputs")
-    with pytest.raises(TrainerError, match=r"a\.safetensors"):
+    path.write_bytes(short)
+    with pytest.raises(TrainerError, match=r"a\.safetensors is damaged"):
         shards.Shard(path)
+    with pytest.raises(TrainerError, match=r"a\.safetensors is missing"):
+        shards.Shard(path)
+
+
+def test_a_damaged_shard_takes_the_list_of_its_block_with_it(tmp_path):
+    path = tmp_path / "0003-01.safetensors"
+    path.write_bytes(b"no shard")
+    (tmp_path / "0003.json").write_text("{}")
+    with pytest.raises(TrainerError):
+        shards.Shard(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["0003-01.damaged"]
 
 
 def test_the_moments_are_those_of_all_rows(tmp_path):

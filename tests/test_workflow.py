@@ -1,5 +1,6 @@
 """Whole runs with the real snakemake command line: tiny models of the real classes, PixArt's pack."""
 
+import copy
 import random
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import time
 import pytest
 import tiny_models
 from safetensors.torch import load_file
-from trainer import export
+from trainer import checkpoints, export
 from workflow import CHECKOUT, Project, prompts
 
 
@@ -65,7 +66,7 @@ def undisturbed(tmp_path_factory, models):
 def finished(tmp_path, undisturbed):
     """A copy of a finished run that a test may change."""
     shutil.copytree(undisturbed.folder, tmp_path / "p", symlinks=True)
-    return Project(tmp_path / "p", undisturbed.settings)
+    return Project(tmp_path / "p", copy.deepcopy(undisturbed.settings))
 
 
 def times(made):
@@ -263,3 +264,7 @@ def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     assert "stopped at step" in output
     assert not (made.folder / GGUF).exists()
     assert "nothing runs" in made.control("stop")
+    step = checkpoints.read_meta(made.run / "checkpoints" / "state.safetensors")["step"]
+    made.write(train={"steps": step})
+    assert f"resuming at step {step} of {step}" in made.snakemake()
+    assert (made.folder / GGUF).exists()

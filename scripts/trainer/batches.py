@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.shards import Shard, set_aside
+from trainer.shards import Shard, to_rebuild
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Loader:
                 picks = self._order.at(position, self._size)
                 for index in {shard for shard, _ in picks} - self._verified:
                     if self.shards[index].damaged():
-                        raise set_aside(self.shards[index].path)
+                        raise to_rebuild(self.shards[index].path, "damaged")
                     self._verified.add(index)
                 batch = collate([(self.shards[shard], sample) for shard, sample in picks], self._queries)
                 self._queue.put(batch.pin() if self._pin else batch)

@@ -11,7 +11,7 @@ from trainer import __version__, checkpoints
 from trainer.adapters.resampler import HEAD_DIM
 from trainer.config import Settings
 from trainer.errors import TrainerError
-from trainer.files import digest, touch, written_whole
+from trainer.files import digest, written_whole
 from trainer.packs import get as get_pack
 
 PREFIX = "adapter."
@@ -142,7 +142,6 @@ def export_best(settings: Settings, materials: list[dict[str, Any]], best: Path,
     tensors, meta = checkpoints.load(best)
     adapter = checkpoints.exported(*checkpoints.unpack(tensors))
     write(out, adapter, keys(settings, adapter, meta, materials, "best", snapshot=False))
-    touch(out)
     if settings.export.copy_to:
         target = Path(settings.export.copy_to) / out.name
         with written_whole(target) as aside:

@@ -109,11 +109,6 @@ def write_if_changed(path: Path | str, value: Any) -> bool:
     return True
 
 
-def touch(path: Path | str) -> None:
-    """Mark a file that was examined and found right as newer than everything it was examined against."""
-    os.utime(path)
-
-
 def digest(value: Any) -> str:
     """The identity of a JSON-able value: 16 hex digits of the SHA-256 of its canonical form."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -17,7 +17,7 @@ from trainer.config import Settings
 from trainer.control import Requests
 from trainer.corpus_files import Sample
 from trainer.errors import TrainerError
-from trainer.files import digest, touch
+from trainer.files import digest
 from trainer.job import Progress, log
 from trainer.materials import Record
 from trainer.teachers.synthetic import Synthetic
@@ -66,35 +66,42 @@ class Block:
         self.made_from = made_from(settings, records)
         self.skipped: list[dict[str, str]] = []
 
-    def fill(self, files: list[Path], numbers: list[int], count: int, corpus: Path) -> None:
-        """Make the shards `numbers` (of `count` in the split) right.
+    def fill(self, output: Path, block: int, blocks: int, corpus: Path) -> dict[str, Any]:
+        """Make the shards of a block right; they lie beside `output`.
+
+        Args:
+            output: the file for the block's list, such as shards/train/0003.json.
+            block: its number.
+            blocks: how many there are in the split.
+            corpus: the samples of the split.
+
+        Returns:
+            The list: what the shards are made from and what each holds.
 
         Raises:
             TrainerError: asked to stop (what was computed is kept), too many bad samples, models that do not fit.
         """
+        each = self.options.block_shards
         samples = defaultdict(list)
         for sample in corpus_files.read(corpus):
-            samples[sample.shard(count)].append(sample)
+            samples[sample.shard(blocks * each)].append(sample)
+        files = [output.with_name(f"{output.stem}-{number:02d}.safetensors") for number in range(each)]
         stale = []
-        for file, number in zip(files, numbers, strict=True):
+        for number, file in enumerate(files, block * each):
             inputs = digest([self.made_from, [[s.id, s.text] for s in samples[number]]])
             if reason := shards.why_stale(file, inputs):
                 stale.append((file, samples[number], inputs))
                 if reason != "missing":
                     log.info("%s is rebuilt: %s", file, reason)
-            else:
-                touch(file)
-        if not stale:
-            log.info("all %d shards are there and right", len(files))
-            return
-        total = sum(len(s) for _, s, _ in stale)
+        total = sum(len(mine) for _, mine, _ in stale)
         if total:
             self._load()
+        elif not stale:
+            log.info("all %d shards are there and right", each)
         progress = Progress(f"precompute on {self.device}", total, "prompts")
         for file, mine, inputs in stale:
             self._fill_one(file, mine, inputs, progress)
-        for file in files:
-            touch(file)
+        return self.made_from | {"shards": [_entry(file) for file in files]}
 
     def _load(self) -> None:
         """The student first: it is checked against the pack before any teacher is loaded."""
@@ -147,7 +154,8 @@ class Block:
             "skipped": [{"id": id, "reason": reason} for id, reason in skipped],
         }
         shards.write(file, kept, header, self._dims())
-        partial.unlink(missing_ok=True)
+        for leftover in (partial, file.with_suffix(".damaged")):
+            leftover.unlink(missing_ok=True)
 
     def _dims(self) -> tuple[int, int]:
         return self.settings.adapter.student_dim, self.settings.adapter.teacher_dim
@@ -231,24 +239,8 @@ def _pad(ids: list[list[int]]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
 
 
-def index(train: list[Path], val: list[Path], settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
-    """The content of shards.json: what the shards are made from and what each holds, read from their headers.
-
-    Raises:
-        TrainerError: a shard is missing, unreadable, or made from other models or settings than the run's.
-    """
-    common = made_from(settings, records)
-    return {**common, "pack": settings.pack, "train": _split(train, common), "val": _split(val, common)}
-
-
-def _split(files: list[Path], common: dict[str, Any]) -> dict[str, Any]:
-    entries, skipped = [], Counter()
-    for file in files:
-        header = shards.Shard(file).header
-        if any(header[key] != value for key, value in common.items()):
-            raise TrainerError(f"shard {file} is not of this run's models and settings: run the precompute stage again")
-        skipped.update(item["reason"] for item in header["skipped"])
-        entry = {key: header[key] for key in ("samples", "rows", "student_rows", "checksum")}
-        entries.append({"file": file.name, "bytes": file.stat().st_size} | entry)
-    totals = {key: sum(entry[key] for entry in entries) for key in ("samples", "rows", "student_rows", "bytes")}
-    return {"shards": entries, "skipped": dict(skipped), **totals}
+def _entry(file: Path) -> dict[str, Any]:
+    header = shards.Shard(file).header
+    skipped = Counter(item["reason"] for item in header["skipped"])
+    kept = {key: header[key] for key in ("samples", "rows", "student_rows", "checksum")}
+    return {"file": file.name, "bytes": file.stat().st_size, "skipped": dict(skipped), **kept}

@@ -103,10 +103,8 @@ class Shard:
         try:
             with safe_open(self.path, "pt") as file:
                 self.header = json.loads((file.metadata() or {})["trainer"])
-        except FileNotFoundError:
-            raise TrainerError(f"shard {self.path} is missing; run the precompute stage again") from None
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise TrainerError(f"shard {self.path} is not a readable shard ({error})") from None
+        except (SafetensorError, OSError, KeyError, ValueError):
+            raise to_rebuild(self.path, "damaged" if self.path.exists() else "missing") from None
 
     def __len__(self) -> int:
         return self.header["samples"]
@@ -146,15 +144,18 @@ def why_stale(path: Path, inputs: str) -> str | None:
     try:
         shard = Shard(path)
     except TrainerError:
-        return "not readable (truncated or damaged)"
+        return "truncated or damaged"
     if shard.header.get("inputs") != inputs:
         return "made from other inputs"
     return "its checksum is wrong" if shard.damaged() else None
 
 
-def set_aside(path: Path) -> TrainerError:
-    """Move a damaged shard out of the way, so that the next run rebuilds it; give the error to raise."""
-    path.replace(path.with_suffix(".damaged"))
-    return TrainerError(
-        f"shard {path} is damaged (its checksum is wrong) and was set aside; run the same command again to rebuild it"
-    )
+def to_rebuild(path: Path, problem: str) -> TrainerError:
+    """Arrange for a shard to be rebuilt: it is moved aside, and its block's list goes, so that the next run makes both.
+
+    Gives the error to raise.
+    """
+    if path.exists():
+        path.replace(path.with_suffix(".damaged"))
+    path.with_name(f"{path.stem.partition('-')[0]}.json").unlink(missing_ok=True)
+    return TrainerError(f"shard {path} is {problem}; run the same command again, which rebuilds it")

@@ -11,6 +11,7 @@ from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.files import read_json, write_json
 from trainer.job import log
+from trainer.shard_index import listed
 
 
 def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, str]) -> Path:
@@ -35,7 +36,7 @@ def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, s
     if settings.snapshot.evaluate:
         if training:  # the GPU is the trainer's
             settings.evaluate.device = "cpu"
-        shards = [run / "shards" / "val" / entry["file"] for entry in read_json(run / "shards.json")["val"]["shards"]]
+        shards = listed(run, read_json(run / "shards.json"), "val")
         scores = evaluation.evaluate(settings, out, None, shards, texts)["metrics"]
         log.info("val cosine %.4f", scores["cos"])
     _list(run, settings, out, meta, values, training, scores)

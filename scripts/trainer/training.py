@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from trainer.batches import Batch, Loader, Order
 from trainer.config import Settings, Train
 from trainer.control import Requests
 from trainer.errors import TrainerError
-from trainer.files import digest, read_json, touch, write_if_changed, write_text
+from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
 from trainer.job import duration, log
-from trainer.shards import Shard, set_aside
+from trainer.shard_index import listed
+from trainer.shards import Shard, to_rebuild
 from trainer.standardization import Standardization
 
 COLUMNS = ["step", "time", "loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s", "val_cos", "val_rel_mse"]
@@ -44,13 +46,20 @@ def learning_rate(step: int, steps: int, settings: Train) -> float:
 
 @dataclass
 class Inputs:
-    """What training reads."""
+    """What training reads: shards.json, the shards it lists, and the seed table."""
 
     run: Path
     index: dict[str, Any]
     train: list[Path]
     val: list[Path]
     seed_table: Path
+
+    @classmethod
+    def read(cls, run: Path) -> "Inputs":
+        """The inputs of a run."""
+        index = read_json(run / "shards.json")
+        train, val = (listed(run, index, split) for split in ("train", "val"))
+        return cls(run, index, train, val, run / "shards" / "seed_table.safetensors")
 
 
 class Trainer:
@@ -84,7 +93,7 @@ class Trainer:
         shards = [Shard(path) for path in self.inputs.val]
         for shard in shards:
             if shard.damaged():
-                raise set_aside(shard.path)
+                raise to_rebuild(shard.path, "damaged")
         if not self.inputs.index["train"]["samples"] or not self.inputs.index["val"]["samples"]:
             raise TrainerError(f"the shards of {self.inputs.run} hold no samples; see corpus.json and the logs")
         return shards
@@ -279,15 +288,13 @@ class Trainer:
             self.steps = steps
 
     def _finish(self, start: float) -> None:
-        """Leave outputs that are newer than all inputs, and the plan in force where Snakemake looks for it."""
+        """Leave the plan in force where Snakemake looks for it, and a best checkpoint."""
         write_if_changed(self.inputs.run / "settings" / "plan.json", {"steps": self.steps})
         if not (self.folder / "best.safetensors").exists():
             log.info("the best checkpoint is gone: step %d stands in for it", self.step)
             self.best_cos = None
             self._validate_and_keep_best()
             self.save()
-        for path in (self.folder / "state.safetensors", self.folder / "best.safetensors", self.metrics_file):
-            touch(path)
         log.info("trained to step %d in %s; best val cosine %.4f", self.step, duration(_since(start)), self.best_cos)
 
     def _step(self, batch: Batch) -> dict[str, float | torch.Tensor]:
@@ -345,11 +352,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def train(settings: Settings, inputs: Inputs, plan: Callable[[int], int], requests: Requests) -> None:
-    """Train as far as the plan says, or find that this is done."""
-    Trainer(settings, inputs, plan).run(requests)
-
-
-def read_inputs(run: Path, index: Path, train: list[str], val: list[str], seed_table: str) -> Inputs:
-    """The inputs from the paths a rule has."""
-    return Inputs(run, read_json(index), [Path(p) for p in train], [Path(p) for p in val], Path(seed_table))
+def train(settings: Settings, inputs: Inputs, plan: Callable[[int], int], requests: Requests, output: Path) -> None:
+    """Train as far as the plan says, or find that this is done; then `output` is the best checkpoint."""
+    trainer = Trainer(settings, inputs, plan)
+    trainer.run(requests)
+    with written_whole(output) as aside:
+        shutil.copyfile(trainer.folder / "best.safetensors", aside)
