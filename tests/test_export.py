@@ -8,7 +8,7 @@ import pytest
 import tiny_runs
 import torch
 from test_training import go
-from trainer import checkpoints, evaluation, export, snapshots
+from trainer import checkpoints, corpus_files, evaluation, export, snapshots
 from trainer.errors import TrainerError
 from trainer.shards import Shard
 
@@ -175,6 +175,26 @@ def test_a_step_that_was_not_kept_is_refused_with_those_that_were(trained):
         snapshots.take(settings, tiny_runs.RECORDS, {})
 
 
+def test_a_snapshot_of_a_run_without_anything_is_refused_in_words(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    with pytest.raises(TrainerError, match="is missing"):
+        list(corpus_files.read(Path(settings.folder) / "corpus" / "val.jsonl"))
+    with pytest.raises(TrainerError, match="no checkpoint yet"):
+        snapshots.take(settings, tiny_runs.RECORDS, {})
+
+
+def test_a_snapshot_never_says_that_a_synthetic_teacher_is_real(tmp_path):
+    settings = tiny_runs.settings(tmp_path, steps=5)
+    synthetic = settings.model_validate(settings.model_dump() | {"precompute": {"teacher": "synthetic"}})
+    go(synthetic, tiny_runs.make(synthetic))
+    with pytest.raises(TrainerError, match="trained on a synthetic teacher"):
+        snapshots.take(settings, tiny_runs.RECORDS, {})
+    tiny_runs.make(settings)  # real shards, and still the checkpoints of synthetic ones
+    with pytest.raises(TrainerError, match="run training first"):
+        snapshots.take(settings, tiny_runs.RECORDS, {})
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
 def test_a_value_too_large_for_f16_is_an_error_and_not_an_infinity(trained):
     _, inputs, _ = trained
     weights, scale = checkpoints.unpack(checkpoints.load(inputs.run / "checkpoints" / "best.safetensors")[0])
@@ -190,6 +210,13 @@ def test_another_runs_file_is_not_overwritten(trained):
     with pytest.raises(TrainerError, match="belongs to run tiny"):
         export.export_best(other, tiny_runs.RECORDS, inputs.run / "checkpoints" / "best.safetensors", out)
     assert out.read_bytes() == before
+
+
+def test_another_runs_file_is_not_scored_as_ones_own(trained):
+    settings, inputs, out = trained
+    other = settings.model_copy(update={"run": "other"})
+    with pytest.raises(TrainerError, match="belongs to run tiny, not to run other: nothing was scored"):
+        evaluation.evaluate(other, out, None, inputs.val, {})
 
 
 def test_a_truncated_file_is_refused_in_words(trained, tmp_path):

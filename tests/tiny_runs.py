@@ -63,7 +63,11 @@ def make(settings: Settings, shards_count: int = 3, per_shard: int = 20) -> Inpu
                 **{key: sum(entry[key] for entry in entries) for key in ("samples", "rows", "student_rows", "bytes")},
             },
         )
-    index = {"pack": "pixart", **{split: entry for split, (_, entry) in splits.items()}}
+    index = {
+        "pack": "pixart",
+        "synthetic": settings.precompute.teacher == "synthetic",
+        **{split: entry for split, (_, entry) in splits.items()},
+    }
     write_json(run / "shards.json", index)
     table = seed_table.compress(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(1)), 64)
     checkpoints.save(run / "shards" / "seed_table.safetensors", {"table": table}, {"width": 64})

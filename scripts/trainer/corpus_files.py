@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.errors import TrainerError
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -20,7 +22,13 @@ class Sample:
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """The samples of a split."""
+    """The samples of a split.
+
+    Raises:
+        TrainerError: there is no corpus yet.
+    """
+    if not path.exists():
+        raise TrainerError(f"{path} is missing; run the stage that writes it (`corpus`)")
     with open(path, encoding="utf-8") as lines:
         for line in lines:
             yield Sample(**json.loads(line))

@@ -40,7 +40,11 @@ def evaluate(settings: Settings, gguf: Path, checkpoint: Path | None, val: list[
 
     Returns:
         The content of eval.json.
+
+    Raises:
+        TrainerError: the file is another run's (which Snakemake, going by times, may take for this one's).
     """
+    export.refuse_anothers(gguf, settings.run, "nothing was scored")
     keys = export.read_keys(gguf)
     device = devices.pick(settings.evaluate.device)
     shards = [Shard(path) for path in val]

@@ -72,7 +72,7 @@ def write(path: Path, tensors: checkpoints.Tensors, values: dict[str, Any]) -> N
     Raises:
         TrainerError: the file at `path` is another run's, the disk is full, or what was read back differs.
     """
-    _refuse_to_overwrite_anothers(path, values["adapter.run"])
+    refuse_anothers(path, values["adapter.run"], "nothing was written")
     arrays = {PREFIX + name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
     with written_whole(path) as aside:
         writer = gguf.GGUFWriter(aside, arch="pig")
@@ -123,7 +123,12 @@ def read_tensors(path: Path) -> checkpoints.Tensors:
     return {name.removeprefix(PREFIX): torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _refuse_to_overwrite_anothers(path: Path, run: str) -> None:
+def refuse_anothers(path: Path, run: str, outcome: str) -> None:
+    """Stop if a file is there and another run's.
+
+    Raises:
+        TrainerError: it is; with the outcome of this.
+    """
     if not path.exists():
         return
     try:
@@ -132,8 +137,8 @@ def _refuse_to_overwrite_anothers(path: Path, run: str) -> None:
         return  # a broken file is nobody's
     if owner != run:
         raise TrainerError(
-            f"{path} belongs to {f'run {owner}' if owner else 'another program'}, not to run {run}: nothing was "
-            "written; set export.name or export.dir to something else"
+            f"{path} belongs to {f'run {owner}' if owner else 'another program'}, not to run {run}: {outcome}; "
+            "set export.name or export.dir to something else"
         )
 
 

@@ -9,7 +9,7 @@ from filelock import FileLock
 from trainer import checkpoints, control, evaluation, export
 from trainer.config import Settings
 from trainer.errors import TrainerError
-from trainer.files import read_json, write_json
+from trainer.files import digest, read_json, write_json
 from trainer.job import log
 from trainer.shard_index import listed
 
@@ -24,6 +24,7 @@ def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, s
     training = "train" in control.running(run)
     path, checkpoint = _find(run, settings.snapshot.at, training)
     tensors, meta = checkpoints.load(path)
+    _check_shards(run, settings, meta)
     if "query" not in tensors:  # a state or best checkpoint, not yet in the form of the file
         tensors = checkpoints.exported(*checkpoints.unpack(tensors))
     if checkpoint != "best":
@@ -41,6 +42,21 @@ def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, s
         log.info("val cosine %.4f", scores["cos"])
     _list(run, settings, out, meta, values, training, scores)
     return out
+
+
+def _check_shards(run: Path, settings: Settings, meta: dict[str, Any]) -> None:
+    """The settings and records that the file's keys are taken from must be those the checkpoint was trained with."""
+    index = read_json(run / "shards.json")
+    if meta["made_from"]["shards"] != digest(index):
+        raise TrainerError(f"the shards of {run} changed after step {meta['step']} was trained: run training first")
+    trained, asked = (
+        "synthetic" if it else "real" for it in (index["synthetic"], settings.precompute.teacher == "synthetic")
+    )
+    if trained != asked:
+        raise TrainerError(
+            f"{run} was trained on a {trained} teacher, and precompute.teacher is {asked!r}: nothing was written; set "
+            f"precompute.teacher to {trained!r}"
+        )
 
 
 def _find(run: Path, at: str, training: bool) -> tuple[Path, str]:
