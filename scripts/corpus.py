@@ -12,3 +12,4 @@ with job(snakemake.log[0]):
         val=snakemake.output.val,
         summary=snakemake.output.summary,
     )
+    config.write_stage_settings(settings, "corpus")

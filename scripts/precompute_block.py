@@ -17,4 +17,5 @@ with job(snakemake.log[0]):
     with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
         block = precompute.Block(settings, records, requests)
         content = block.fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
+        config.write_stage_settings(settings, "precompute")
         write_json(snakemake.output[0], content)

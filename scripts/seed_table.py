@@ -19,6 +19,7 @@ with job(snakemake.log[0]):
         teacher = records["teacher"].digest
         embeddings = teachers.embeddings(packs.get(settings.pack).teacher, Path(records["teacher"].path))
     table = seed_table.compress(embeddings, shape.width)
+    config.write_stage_settings(settings, "seed_table")
     meta = {"teacher": teacher, "width": shape.width, "vocabulary": len(table)}
     checkpoints.save(Path(snakemake.output[0]), {"table": table}, meta)
     log.info("compressed %d embeddings of %d to %d", *embeddings.shape, shape.width)

@@ -30,10 +30,11 @@ def test_a_mistake_is_named_with_what_is_allowed(given, words):
 
 def test_values_that_arrive_as_strings_are_understood():
     settings = config.load(
-        {"train": {"steps": "12000", "lr": "2e-4"}, "snapshot": {"evaluate": "false"}, "run": "null"}
+        {"train": {"steps": "12000", "lr": "2e-4"}, "snapshot": {"evaluate": "false", "at": 400}, "run": "null"}
     )
     assert (settings.train.steps, settings.train.lr) == (12000, 2e-4)
     assert settings.snapshot.evaluate is False
+    assert settings.snapshot.at == "400"
     assert settings.run == "demo"
 
 
@@ -53,6 +54,23 @@ def test_stage_settings_are_rewritten_only_when_they_change_and_only_their_own(t
     assert (tmp_path / "demo/settings/plan.json").read_text() == '{\n  "steps": 5\n}\n'
 
 
+@pytest.mark.parametrize(
+    ("stage", "groups"),
+    [
+        ("precompute", {"corpus": {"n_train": 120000}}),  # also where there are no more prompts than before
+        ("seed_table", {"adapter": {"vocabulary": 500}}),
+        ("seed_table", {"adapter": {"teacher_dim": 500}}),
+    ],
+)
+def test_what_a_stage_depends_on_is_in_its_settings(tmp_path, stage, groups):
+    base = {"runs_dir": str(tmp_path)}
+    file = tmp_path / "demo" / "settings" / f"{stage}.json"
+    config.write_stage_settings(config.load(base))
+    before = file.read_text()
+    config.write_stage_settings(config.load(base | groups))
+    assert file.read_text() != before
+
+
 def test_the_plan_is_read_from_the_last_file_that_has_it_and_from_the_command_line_first(tmp_path):
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text("train: {steps: 100}")
@@ -62,6 +80,8 @@ def test_the_plan_is_read_from_the_last_file_that_has_it_and_from_the_command_li
     assert config.read_steps([str(one), str(two)], {}, 7) == 200
     assert config.read_steps([str(one)], {"train": {"steps": "300"}}, 7) == 300
     two.write_text("train: [unclosed")
+    assert config.read_steps([str(one), str(two)], {}, 7) == 7
+    two.write_text("")  # as an editor leaves it for a moment
     assert config.read_steps([str(one), str(two)], {}, 7) == 7
     two.write_text("train: {steps: many}")
     with pytest.raises(TrainerError, match="many"):

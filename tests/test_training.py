@@ -9,7 +9,7 @@ import pytest
 import tiny_runs
 import torch
 from safetensors.torch import load_file
-from trainer import checkpoints, control, scoring, training
+from trainer import checkpoints, config, control, scoring, training
 from trainer.config import Train
 from trainer.errors import TrainerError
 from trainer.files import read_json
@@ -115,6 +115,18 @@ def test_lowered_steps_end_the_run_at_once_with_a_validation(tmp_path):
     assert (meta["step"], meta["steps"]) == (10, 10)
     assert (inputs.run / "checkpoints" / "best.safetensors").exists()
     assert read_json(inputs.run / "settings" / "plan.json") == {"steps": 10}
+
+
+def test_settings_that_another_command_wrote_meanwhile_do_not_pass_for_those_trained_with(tmp_path):
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+
+    def plan(steps):
+        config.write_stage_settings(tiny_runs.settings(tmp_path, lr=5e-4))  # such as a dry run
+        return steps
+
+    go(settings, inputs, plan)
+    assert read_json(inputs.run / "settings" / "train.json")["train"]["lr"] == settings.train.lr
 
 
 def test_a_plan_that_cannot_be_read_does_not_end_training(tmp_path):

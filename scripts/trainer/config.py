@@ -40,7 +40,7 @@ def fixed(default: Any, description: str, **constraints: Any) -> Any:
 class Group(BaseModel):
     """One group of settings. Snakemake hands values of --config as strings: they are coerced."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True, coerce_numbers_to_str=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -280,10 +280,12 @@ def _fields(location: list[str]) -> list[str]:
     return list(group.model_fields)
 
 
-def write_stage_settings(settings: Settings) -> None:
-    """Write `settings/<stage>.json` of the run, each only if its content changed.
+def write_stage_settings(settings: Settings, *only: str) -> None:
+    """Write `settings/<stage>.json` of the run (of all stages, or of those named), each only if its content changed.
 
-    Rules take these files as inputs, so that a changed setting redoes the stages that depend on it and no other.
+    Rules take these files as inputs, so that a changed setting redoes the stages that depend on it and no other. A
+    job writes its own again before its output: a dry run or a snapshot with other settings may have changed it while
+    the job ran, and Snakemake, which looks at inputs when a job has ended, would take the output for fresh.
     """
     folder = Path(settings.folder) / "settings"
     corpus = settings.corpus.fingerprint()
@@ -291,21 +293,27 @@ def write_stage_settings(settings: Settings) -> None:
         "materials": {"pack": settings.pack, **settings.materials.model_dump(include={"paths", "revisions"})},
         "corpus": corpus,
         "precompute": {"pack": settings.pack, "adapter": settings.adapter.model_dump(exclude={"width", "depth"})}
-        | settings.precompute.fingerprint(),
-        "seed_table": {"pack": settings.pack, "width": settings.adapter.width, "teacher": settings.precompute.teacher},
+        | settings.precompute.fingerprint()
+        # A sample's shard depends on their number, also where the corpus stays the same.
+        | {"blocks": {split: settings.blocks(split) for split in ("train", "val")}},
+        "seed_table": {
+            "pack": settings.pack,
+            "teacher": settings.precompute.teacher,
+            **settings.adapter.model_dump(include={"width", "teacher_dim", "vocabulary"}),
+        },
         "train": {"adapter": settings.adapter.fingerprint(), "train": settings.train.fingerprint()},
         "plan": {"steps": settings.train.steps},
         "export": {"run": settings.run, **settings.export.fingerprint()},
         "evaluate": settings.evaluate.fingerprint(),
     }
-    for stage, values in stages.items():
-        write_if_changed(folder / f"{stage}.json", values)
+    for stage in only or stages:
+        write_if_changed(folder / f"{stage}.json", stages[stage])
 
 
 def read_steps(configfiles: list[str], overrides: dict[str, Any], default: int) -> int:
     """The planned steps as the user's files say now: the last file that has the key wins, --config over all.
 
-    A file that cannot be read at this moment (an editor is writing it) keeps `default`.
+    A file that is empty or cannot be read at this moment (an editor is writing it) keeps `default`.
 
     Raises:
         TrainerError: the value is not a positive whole number.
@@ -314,6 +322,8 @@ def read_steps(configfiles: list[str], overrides: dict[str, Any], default: int) 
     try:
         sources = [yaml.safe_load(Path(file).read_text(encoding="utf-8")) for file in configfiles]
     except (OSError, yaml.YAMLError):
+        return default
+    if None in sources:
         return default
     for source in [*sources, overrides]:
         group = source.get("train") if isinstance(source, dict) else None

@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer import checkpoints, devices, scoring
 from trainer.adapters.resampler import SeededResampler
 from trainer.batches import Batch, Loader, Order
-from trainer.config import Settings, Train
+from trainer.config import Settings, Train, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
@@ -288,7 +288,8 @@ class Trainer:
             self.steps = steps
 
     def _finish(self, start: float) -> None:
-        """Leave the plan in force where Snakemake looks for it, and a best checkpoint."""
+        """Leave the plan and settings in force where Snakemake looks for them, and a best checkpoint."""
+        write_stage_settings(self.settings, "train")
         write_if_changed(self.inputs.run / "settings" / "plan.json", {"steps": self.steps})
         if not (self.folder / "best.safetensors").exists():
             log.info("the best checkpoint is gone: step %d stands in for it", self.step)
