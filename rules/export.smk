@@ -27,13 +27,12 @@ rule export:
 
 
 # No inputs: asking for a snapshot never starts or waits for training (run it with --nolock while training runs).
+# No benchmark: a rule without outputs runs each time it is asked for, but one with a benchmark only the first time.
 rule snapshot:
     message:
         "Export a snapshot of {params.settings[run]} at {params.settings[snapshot][at]}"
     log:
         f"{RUN}/logs/snapshot.log",
-    benchmark:
-        f"{RUN}/benchmarks/snapshot.tsv"
     params:
         settings=settings.model_dump(),
     threads: 1
