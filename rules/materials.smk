@@ -5,7 +5,8 @@ rule material:
     message:
         "Find or download {wildcards.id}"
     input:
-        f"{RUN}/settings/materials.json",
+        settings=f"{RUN}/settings/materials.json",
+        recorded=lambda wildcards: materials.recorded_files(settings, wildcards.id),
     output:
         f"{RUN}/materials/{{id}}.json",
     log:

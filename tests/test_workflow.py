@@ -1,10 +1,12 @@
 """Whole runs with the real snakemake command line: tiny models of the real classes, PixArt's pack."""
 
 import copy
+import os
 import random
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -159,6 +161,17 @@ def test_touching_files_redoes_nothing(finished):
     assert finished.planned() == {}
 
 
+def test_a_model_replaced_in_its_place_is_noticed(finished, models):
+    student = Path(models["student"])
+    content, stat = student.read_bytes(), student.stat()
+    try:
+        student.write_bytes(content[:-4] + b"\0\0\0\0")
+        assert {"material", "precompute_block", "train", "export"} <= finished.planned().keys()
+    finally:
+        student.write_bytes(content)
+        os.utime(student, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
 def test_a_damaged_shard_is_named_and_healed_by_the_next_run(finished):
     good = adapter(finished)
     shard = finished.run / "shards" / "train" / "0001-01.safetensors"
@@ -256,6 +269,7 @@ def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     made.snakemake("--nolock", "snapshot")
     (entry,) = made.json("snapshots.json")["snapshots"]
     assert entry["while_training"]
+    assert made.planned("--nolock", "snapshot") == {"snapshot": 1}  # and again, as often as one likes
     assert (made.folder / entry["path"]).exists()
     assert process.poll() is None
     stopped = made.control("stop")

@@ -52,6 +52,17 @@ def read_record(path: Path | str) -> Record:
         ) from None
 
 
+def recorded_files(settings: Settings, id: str) -> list[str]:
+    """The files of a material that the run recorded and that are still there, so that a replaced one is noticed."""
+    try:
+        record = read_record(Path(settings.folder) / "materials" / f"{id}.json")
+    except TrainerError:
+        return []  # it is looked for in any case
+    path = Path(record.path)
+    root = path if path.is_dir() else path.parent
+    return [str(root / file["name"]) for file in record.files if (root / file["name"]).is_file()]
+
+
 def ids(settings: Settings, role: str | tuple[str, ...] | None = None) -> list[str]:
     """Ids of the materials that a run needs, of the given role or roles."""
     roles = (role,) if isinstance(role, str) else role
