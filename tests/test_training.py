@@ -9,7 +9,7 @@ import pytest
 import tiny_runs
 import torch
 from safetensors.torch import load_file
-from trainer import checkpoints, config, control, scoring, training
+from trainer import checkpoints, config, control, devices, scoring, training
 from trainer.config import Train
 from trainer.errors import TrainerError
 from trainer.files import read_json
@@ -117,6 +117,16 @@ def test_lowered_steps_end_the_run_at_once_with_a_validation(tmp_path):
     assert read_json(inputs.run / "settings" / "plan.json") == {"steps": 10}
 
 
+def test_steps_lowered_to_where_training_was_stopped_count_for_the_best(tmp_path):
+    settings = tiny_runs.settings(tmp_path, steps=50, val_every=30)
+    inputs = tiny_runs.make(settings)
+    with pytest.raises(training.StoppedError):
+        go(settings, inputs, stop_at=40)
+    settings.train.steps = 40
+    go(settings, inputs)
+    assert checkpoints.read_meta(inputs.run / "trained.safetensors")["step"] == 40
+
+
 def test_settings_that_another_command_wrote_meanwhile_do_not_pass_for_those_trained_with(tmp_path):
     settings = tiny_runs.settings(tmp_path)
     inputs = tiny_runs.make(settings)
@@ -195,6 +205,12 @@ def test_a_damaged_shard_stops_training_is_named_and_set_aside(tmp_path):
     with pytest.raises(TrainerError, match=r"0000-01\.safetensors is damaged"):
         go(settings, inputs)
     assert not inputs.train[1].exists()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "meta", "gpu"])
+def test_a_device_that_is_not_here_is_told_in_words(device):
+    with pytest.raises(TrainerError, match="use auto"):
+        devices.pick(device)
 
 
 def test_a_second_training_in_the_same_run_is_refused_until_the_first_is_gone(tmp_path):

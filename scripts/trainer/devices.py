@@ -21,8 +21,11 @@ def pick(setting: str) -> torch.device:
         return torch.device("cuda", free.index(max(free)))
     try:
         device = torch.device(setting)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise TrainerError(f"device {setting!r} is unknown: use auto, cpu, cuda or cuda:N") from None
+        known = False
+    if not known:
+        raise TrainerError(f"device {setting!r} is unknown: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= count:
         raise TrainerError(f"device {setting!r} is not here ({count} CUDA devices found): use auto or cpu")
     return device

@@ -207,6 +207,11 @@ class Trainer:
             path = self.folder / "best.safetensors"
             checkpoints.save(path, checkpoints.pack(self.adapter, self.scale), self._meta(val=metrics))
 
+    def _validated(self) -> bool:
+        """Whether the current step was validated."""
+        last = self.records[-1] if self.records else {"step": -1}
+        return int(last["step"]) == self.step and bool(last.get("val_cos"))
+
     def _record(self, **values: float) -> None:
         if not self.records or int(self.records[-1]["step"]) != self.step:
             self.records.append({"step": self.step, "time": f"{time.time():.1f}"})
@@ -291,9 +296,11 @@ class Trainer:
         """Leave the plan and settings in force where Snakemake looks for them, and a best checkpoint."""
         write_stage_settings(self.settings, "train")
         write_if_changed(self.inputs.run / "settings" / "plan.json", {"steps": self.steps})
-        if not (self.folder / "best.safetensors").exists():
+        gone = not (self.folder / "best.safetensors").exists()
+        if gone:
             log.info("the best checkpoint is gone: step %d stands in for it", self.step)
             self.best_cos = None
+        if gone or not self._validated():  # not if the plan was lowered to where training had been stopped
             self._validate_and_keep_best()
             self.save()
         log.info("trained to step %d in %s; best val cosine %.4f", self.step, duration(_since(start)), self.best_cos)
