@@ -212,6 +212,23 @@ def test_another_runs_file_is_not_overwritten(trained):
     assert out.read_bytes() == before
 
 
+def test_the_copy_spares_another_runs_file_and_a_folder_that_cannot_be_is_told_in_words(trained, tmp_path):
+    settings, inputs, out = trained
+    best = inputs.run / "checkpoints" / "best.safetensors"
+    export_settings = settings.export.model_copy(update={"copy_to": str(tmp_path / "models"), "dir": str(tmp_path)})
+    mine = settings.model_copy(update={"export": export_settings})
+    export.export_best(mine, tiny_runs.RECORDS, best, tmp_path / out.name)
+    copy = tmp_path / "models" / out.name
+    assert copy.read_bytes() == out.read_bytes()
+    other = mine.model_copy(update={"run": "other"})
+    with pytest.raises(TrainerError, match="belongs to run tiny"):
+        export.export_best(other, tiny_runs.RECORDS, best, tmp_path / "elsewhere" / out.name)
+    assert copy.read_bytes() == out.read_bytes()
+    export_settings.copy_to = str(copy)  # a file, no folder
+    with pytest.raises(TrainerError, match=r"export\.copy_to cannot be used"):
+        export.export_best(mine, tiny_runs.RECORDS, best, tmp_path / out.name)
+
+
 def test_another_runs_file_is_not_scored_as_ones_own(trained):
     settings, inputs, out = trained
     other = settings.model_copy(update={"run": "other"})

@@ -1,5 +1,6 @@
 """The adapter file: GGUF with the engine's tensor names, written aside, read back, compared, renamed."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,20 @@ def refuse_anothers(path: Path, run: str, outcome: str) -> None:
 
 
 def export_best(settings: Settings, materials: list[dict[str, Any]], best: Path, out: Path) -> None:
-    """Write the best checkpoint as the run's adapter file."""
+    """Write the best checkpoint as the run's adapter file, and copy it to `export.copy_to`.
+
+    Raises:
+        TrainerError: as `write`; or the copy cannot be made.
+    """
+    target = Path(settings.export.copy_to).expanduser() / out.name if settings.export.copy_to else None
+    if target:
+        refuse_anothers(target, settings.run, "nothing was written")
     tensors, meta = checkpoints.load(best)
     adapter = checkpoints.exported(*checkpoints.unpack(tensors))
     write(out, adapter, keys(settings, adapter, meta, materials, "best", snapshot=False))
-    if settings.export.copy_to:
-        target = Path(settings.export.copy_to) / out.name
-        with written_whole(target) as aside:
-            aside.write_bytes(out.read_bytes())
+    if target:
+        try:
+            with written_whole(target) as aside:
+                shutil.copyfile(out, aside)
+        except OSError as error:
+            raise TrainerError(f"export.copy_to cannot be used ({error}): name a folder you can write to") from None
