@@ -159,13 +159,20 @@ def test_a_student_of_another_width_is_refused_before_the_teacher_is_loaded(tmp_
 
 
 def test_an_index_refuses_blocks_of_different_models(tmp_path, records):
-    train = block(tmp_path, records, prompts(8))
+    train = block(tmp_path, records, prompts(8)) | {"of": 2}
     index = shard_index.index([train], [train], "pixart")
     assert (index["train"]["samples"], index["pack"]) == (4, "pixart")
     changed = records | {"student": Record(**(vars(records["student"]) | {"digest": "another"}))}
     val = block(tmp_path, changed, prompts(8))
     with pytest.raises(TrainerError, match="different models"):
         shard_index.index([train], [val], "pixart")
+
+
+def test_an_index_refuses_blocks_that_shared_the_prompts_out_differently(tmp_path, records):
+    train = block(tmp_path, records, prompts(8))  # 2 shards of 4
+    assert shard_index.index([train, train], [train, train], "pixart")["train"]["samples"] == 8
+    with pytest.raises(TrainerError, match="number of shards was changed"):
+        shard_index.index([train, train], [train], "pixart")
 
 
 def test_the_synthetic_teacher_is_recorded_in_the_shard(tmp_path, records):

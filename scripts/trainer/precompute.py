@@ -76,7 +76,7 @@ class Block:
             corpus: the samples of the split.
 
         Returns:
-            The list: what the shards are made from and what each holds.
+            The list: what the shards are made from, of how many in the split they are some, and what each holds.
 
         Raises:
             TrainerError: asked to stop (what was computed is kept), too many bad samples, models that do not fit.
@@ -101,7 +101,7 @@ class Block:
         progress = Progress(f"precompute on {self.device}", total, "prompts")
         for file, mine, inputs in stale:
             self._fill_one(file, mine, inputs, progress)
-        return self.made_from | {"shards": [_entry(file) for file in files]}
+        return self.made_from | {"of": blocks * each, "shards": [_entry(file) for file in files]}
 
     def _load(self) -> None:
         """The student first: it is checked against the pack before any teacher is loaded."""

@@ -11,11 +11,17 @@ def index(train: list[dict[str, Any]], val: list[dict[str, Any]], pack: str) -> 
     """The content of shards.json, from the lists of all blocks: what the shards are made from and what each holds.
 
     Raises:
-        TrainerError: blocks are made from different models or settings.
+        TrainerError: blocks are made from different models or settings, or are parts of different numbers of shards.
     """
-    common = [{key: value for key, value in block.items() if key != "shards"} for block in train + val]
+    common = [{key: value for key, value in block.items() if key not in ("of", "shards")} for block in train + val]
     if any(other != common[0] for other in common):
         raise TrainerError("the blocks of shards are made from different models; run the precompute stage again")
+    for split in (train, val):
+        if any(block["of"] != sum(len(other["shards"]) for other in split) for block in split):
+            raise TrainerError(
+                "the number of shards was changed while they were computed; run the same command again, which rebuilds "
+                "those that differ"
+            )
     return {**common[0], "pack": pack, "train": _split(train), "val": _split(val)}
 
 
