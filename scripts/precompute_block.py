@@ -15,7 +15,7 @@ with job(snakemake.log[0]):
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
     with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
-        block = precompute.Block(settings, records, requests)
+        block = precompute.Block(settings, records, requests, snakemake.resources.mem_mb * 10**6)
         content = block.fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
         config.write_stage_settings(settings, "precompute")
         write_json(snakemake.output[0], content)

@@ -130,7 +130,11 @@ class Precompute(Group):
     )
     student_dtype: Literal["auto", "bf16", "f16", "f32"] = fixed("auto", "as teacher_dtype, for the student")
     batch_tokens: int = live(
-        0, "tokens a batch, padding included; 0: 16384 on a GPU, 2048 on a CPU", ge=0, le=1_000_000
+        0, "tokens a batch, padding included; 0: 1024 a GiB of GPU memory, 2048 on a CPU", ge=0, le=1_000_000
+    )
+    gpu_gib: float = live(0, "GPU memory a job may use, in GiB; 0: nearly all that is free", ge=0)
+    ram_gib: float = live(
+        0, "main memory a job may use, in GiB; 0: nearly all that is free, at most the rule's mem_mb", ge=0
     )
     max_bad_fraction: float = live(
         0.05, "samples skipped (too long, non-finite rows) beyond this share of a block stop the run", ge=0, le=1

@@ -48,20 +48,26 @@ class Progress:
 
     def __init__(self, title: str, total: int, unit: str, every: float = 10.0) -> None:
         self.title, self.total, self.unit, self.every = title, total, unit, every
-        self.done = 0
+        self.done = self.skipped = 0.0
         self.start = self.last = time.monotonic()
 
-    def update(self, count: int) -> None:
+    def skip(self, count: float) -> None:
+        """Count units that were done before; they are not part of the rate."""
+        self.done += count
+        self.skipped += count
+
+    def update(self, count: float) -> None:
         """Add `count` finished units."""
         self.done += count
         now = time.monotonic()
-        if now - self.last >= self.every or self.done >= self.total:
+        ended = self.done > self.total - 1e-6
+        if now - self.last >= self.every or ended:
             self.last = now
-            rate = self.done / max(now - self.start, 1e-9)
+            rate = (self.done - self.skipped) / max(now - self.start, 1e-9)
             left = duration((self.total - self.done) / rate) if rate else "unknown"
             log.info(
                 "%s: %d/%d %s (%.1f %%), %.1f %s/s, %s left",
-                *(self.title, self.done, self.total, self.unit),
+                *(self.title, round(self.done), self.total, self.unit),
                 *(100 * self.done / max(self.total, 1), rate, self.unit, left),
             )
 

@@ -38,7 +38,16 @@ class Rows:
     target: torch.Tensor
 
 
-def write(path: Path, samples: Sequence[Rows], header: dict[str, Any], dims: tuple[int, int]) -> None:
+Moments = tuple[torch.Tensor, torch.Tensor]
+
+
+def write(
+    path: Path,
+    samples: Sequence[Rows],
+    header: dict[str, Any],
+    dims: tuple[int, int],
+    moments: tuple[Moments, Moments] | None = None,
+) -> None:
     """Write a shard whole.
 
     Args:
@@ -46,6 +55,7 @@ def write(path: Path, samples: Sequence[Rows], header: dict[str, Any], dims: tup
         samples: in the order they are stored; may be empty.
         header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids` and `checksum` are added.
         dims: (student_dim, teacher_dim).
+        moments: (sums, sums of squares) per dimension of all student and all target rows, f64, where they are known.
     """
     student = torch.cat([torch.empty(0, dims[0], dtype=torch.bfloat16), *(s.student for s in samples)])
     target = torch.cat([torch.empty(0, dims[1], dtype=torch.bfloat16), *(s.target for s in samples)])
@@ -55,8 +65,8 @@ def write(path: Path, samples: Sequence[Rows], header: dict[str, Any], dims: tup
         "slots": torch.tensor([token for s in samples for token in s.slots], dtype=torch.int32),
         "target": target,
         "offsets": _offsets([len(s.target) for s in samples]),
-        **_moments("student", student),
-        **_moments("target", target),
+        **_named("student", moments[0] if moments else _moments(student)),
+        **_named("target", moments[1] if moments else _moments(target)),
     }
     header = header | {
         "samples": len(samples),
@@ -73,14 +83,18 @@ def _offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def _moments(name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+def _moments(rows: torch.Tensor) -> Moments:
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)
     for part in rows.split(4096):  # f64 of all rows at once would be four times the shard
         part = part.double()
         total += part.sum(0)
         squares += part.square().sum(0)
-    return {f"{name}_sum": total, f"{name}_sumsq": squares}
+    return total, squares
+
+
+def _named(name: str, moments: Moments) -> dict[str, torch.Tensor]:
+    return {f"{name}_sum": moments[0], f"{name}_sumsq": moments[1]}
 
 
 def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:

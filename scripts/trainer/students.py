@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 from trainer.errors import TrainerError
@@ -72,10 +72,11 @@ class StudentInfo:
     tensors: dict[str, ReaderTensor]
 
 
-class Student:
+class Student(nn.Module):
     """A frozen causal language model without its head."""
 
     def __init__(self, model: Qwen3Model | LlamaModel) -> None:
+        super().__init__()
         self.model = model
         self.hidden: int = model.config.hidden_size
 
@@ -91,6 +92,10 @@ class Student:
             positions 0..L-1, so that padding on the right needs no mask; rows of padding mean nothing.
         """
         return self.model(input_ids=ids.to(self.model.device), use_cache=False).last_hidden_state
+
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`states` of {"ids": [B, L]} as {"rows": [B, L, hidden]}: a step of `trainer.streaming`."""
+        return {"rows": self.states(state["ids"])}
 
 
 def inspect(path: Path | str) -> StudentInfo:

@@ -4,43 +4,73 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import BertModel
+from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
 
+from trainer import teachers
 from trainer.errors import TrainerError
-from trainer.teachers import snapshot
+from trainer.streaming import Part, State
+from trainer.weights import Weights
 
 EMBEDDINGS = ("embeddings.word_embeddings.weight",)
+
+
+class _Embed(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(config)
+
+    def forward(self, state: State) -> State:
+        ids = state["ids"]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        hidden = self.embeddings(ids, token_type_ids=torch.zeros_like(ids), position_ids=positions)
+        return {"hidden": hidden, "lengths": state["lengths"]}
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: BertConfig, last: bool) -> None:
+        super().__init__()
+        self.config, self.last = config, last
+        self.layer = BertLayer(config)
+
+    def forward(self, state: State) -> State:
+        hidden = self.layer(state["hidden"], teachers.mask(self.config, state))
+        return {"rows": hidden} if self.last else state | {"hidden": hidden}
 
 
 class Bert:
     """Rows are the last hidden state; a prompt is `[CLS]` ... `[SEP]`."""
 
-    def __init__(self, model: BertModel, tokenizer: Tokenizer) -> None:
-        self.model = model
+    rows = None
+
+    def __init__(self, config: BertConfig, weights: Weights, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
         self.tokenizer = tokenizer
         self.start, self.end = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-        self.vocabulary: int = model.config.vocab_size
-        self.dim: int = model.config.hidden_size
+        self.vocabulary: int = config.vocab_size
+        self.dim: int = config.hidden_size
+        self.weights = weights
+        self.parts = _parts(config, weights, dtype)
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
         """Ids of each prompt, cut to `queries` (2 or more) with the end marker last."""
         encodings = self.tokenizer.encode_batch_fast(prompts, add_special_tokens=False)
         return [[self.start, *encoding.ids[: queries - 2], self.end] for encoding in encodings]
 
-    @torch.no_grad()
-    def encode(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Rows [B, P, dim] of ids [B, P]; padding is masked as a key."""
-        ids = ids.to(self.model.device)
-        return self.model(input_ids=ids, attention_mask=snapshot.mask(ids, lengths)).last_hidden_state
 
-    def embeddings(self) -> Tensor:
-        """The word embeddings."""
-        return self.model.get_input_embeddings().weight.detach().float().cpu()
+def _parts(config: BertConfig, weights: Weights, dtype: torch.dtype) -> list[Part]:
+    prefix = weights.prefix(*EMBEDDINGS)
+    embed = teachers.on_meta(_Embed, config, dtype=dtype)
+    parts = [Part("embeddings", embed, teachers.sources(embed, prefix))]
+    for number in range(config.num_hidden_layers):
+        layer = teachers.on_meta(_Layer, config, number == config.num_hidden_layers - 1, dtype=dtype)
+        sources = teachers.sources(layer.layer, f"{prefix}encoder.layer.{number}.")
+        parts.append(Part(f"layer {number}", layer, {f"layer.{name}": stored for name, stored in sources.items()}))
+    return parts
 
 
-def load(path: Path, dtype: torch.dtype, device: torch.device | str) -> Bert:
-    """Load the encoder and its tokenizer.json from a snapshot.
+def load(path: Path, dtype: torch.dtype) -> Bert:
+    """The encoder and its tokenizer.json from a snapshot.
 
     Raises:
         TrainerError: the snapshot is incomplete.
@@ -52,6 +82,6 @@ def load(path: Path, dtype: torch.dtype, device: torch.device | str) -> Bert:
     # The file may ask for a length of its own and for padding up to it.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    model = snapshot.model(BertModel, path, dtype, device, add_pooling_layer=False)
-    snapshot.check_vocabulary(path, tokenizer.get_vocab_size(), model.config.vocab_size)
-    return Bert(model, tokenizer)
+    config = teachers.read_config(BertConfig, path)
+    teachers.check_vocabulary(path, tokenizer.get_vocab_size(), config.vocab_size)
+    return Bert(config, Weights(path), tokenizer, dtype)

@@ -4,13 +4,46 @@ from pathlib import Path
 
 import torch
 from tokenizers import Encoding
-from torch import Tensor
-from transformers import T5EncoderModel, T5Tokenizer
+from torch import nn
+from transformers import T5Config, T5Tokenizer
+from transformers.models.t5.modeling_t5 import T5Block, T5LayerNorm
 
+from trainer import teachers
 from trainer.errors import TrainerError
-from trainer.teachers import snapshot
+from trainer.streaming import Part, State
+from trainer.weights import Weights
 
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")
+
+
+class _Embed(nn.Module):
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+
+    def forward(self, state: State) -> State:
+        return {"hidden": self.tokens(state["ids"]), "lengths": state["lengths"]}
+
+
+class _Layer(nn.Module):
+    """Each layer reads the one table of relative positions for itself: a few kilobytes."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.config = config
+        self.block = T5Block(config, has_relative_attention_bias=True)
+
+    def forward(self, state: State) -> State:
+        return state | {"hidden": self.block(state["hidden"], teachers.mask(self.config, state))[0]}
+
+
+class _Head(nn.Module):
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
+
+    def forward(self, state: State) -> State:
+        return {"rows": self.norm(state["hidden"])}
 
 
 class T5:
@@ -22,8 +55,9 @@ class T5:
     corpus is cleaned.
     """
 
-    def __init__(self, model: T5EncoderModel, tokenizer: T5Tokenizer) -> None:
-        self.model = model
+    rows = None
+
+    def __init__(self, config: T5Config, weights: Weights, tokenizer: T5Tokenizer, dtype: torch.dtype) -> None:
         self.tokenizer = tokenizer.backend_tokenizer
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -31,8 +65,10 @@ class T5:
         self.unknown: int = tokenizer.unk_token_id
         space = self.tokenizer.token_to_id("▁")
         self.empty: list[int] = [] if space is None else [space]
-        self.vocabulary: int = model.config.vocab_size
-        self.dim: int = model.config.d_model
+        self.vocabulary: int = config.vocab_size
+        self.dim: int = config.d_model
+        self.weights = weights
+        self.parts = _parts(config, weights, dtype)
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
         """Ids of each prompt, cut to `queries` with the end marker last."""
@@ -44,19 +80,24 @@ class T5:
         spans = zip(encoding.ids, encoding.offsets, strict=True)
         return [id for id, (start, end) in spans for _ in range(end - start if id == self.unknown else 1)]
 
-    @torch.no_grad()
-    def encode(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Rows [B, P, dim] of ids [B, P]; padding is masked as a key."""
-        ids = ids.to(self.model.device)
-        return self.model(input_ids=ids, attention_mask=snapshot.mask(ids, lengths)).last_hidden_state
 
-    def embeddings(self) -> Tensor:
-        """The shared token embeddings."""
-        return self.model.get_input_embeddings().weight.detach().float().cpu()
+def _parts(config: T5Config, weights: Weights, dtype: torch.dtype) -> list[Part]:
+    prefix = weights.prefix("encoder.final_layer_norm.weight")
+    name = next(prefix + name for name in EMBEDDINGS if prefix + name in weights.tensors or name == EMBEDDINGS[-1])
+    parts = [Part("embeddings", teachers.on_meta(_Embed, config, dtype=dtype), {"tokens.weight": (name,)})]
+    layer = teachers.on_meta(_Layer, config, dtype=dtype)
+    positions = "block.layer.0.SelfAttention.relative_attention_bias.weight"
+    for number in range(config.num_layers):
+        sources = teachers.sources(layer.block, f"{prefix}encoder.block.{number}.")
+        sources = {f"block.{name}": stored for name, stored in sources.items()}
+        sources[positions] = (positions.replace("block.", f"{prefix}encoder.block.0.", 1),)
+        parts.append(Part(f"layer {number}", layer, sources))
+    norm = {"norm.weight": (f"{prefix}encoder.final_layer_norm.weight",)}
+    return [*parts, Part("final norm", teachers.on_meta(_Head, config, dtype=dtype), norm)]
 
 
-def load(path: Path, dtype: torch.dtype, device: torch.device | str) -> T5:
-    """Load the encoder and its tokenizer (spiece.model or tokenizer.json) from a snapshot.
+def load(path: Path, dtype: torch.dtype) -> T5:
+    """The encoder and its tokenizer (spiece.model or tokenizer.json) from a snapshot.
 
     Raises:
         TrainerError: the snapshot is incomplete, or the dtype is f16.
@@ -72,6 +113,6 @@ def load(path: Path, dtype: torch.dtype, device: torch.device | str) -> T5:
         tokenizer = T5Tokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # whatever the sentencepiece and tokenizers libraries raise for a damaged file
         raise TrainerError(f"the T5 tokenizer in {path} cannot be loaded ({error}); get it again") from error
-    model = snapshot.model(T5EncoderModel, path, dtype, device)
-    snapshot.check_vocabulary(path, len(tokenizer), model.config.vocab_size)
-    return T5(model, tokenizer)
+    config = teachers.read_config(T5Config, path)
+    teachers.check_vocabulary(path, len(tokenizer), config.vocab_size)
+    return T5(config, Weights(path), tokenizer, dtype)
