@@ -10,6 +10,7 @@ the same batches, so that their results are the same bytes.
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +188,7 @@ class Executor:
     """Runs the parts of a teacher over the batches of a block.
 
     resident: whether all weights are on the device at once.
+    waited: seconds that were spent waiting for weights.
     """
 
     def __init__(
@@ -226,6 +228,7 @@ class Executor:
         # Modules that hold their values need no others.
         self._loaded: dict[int, dict[str, Tensor]] = {} if weights else {level: {} for level in range(len(parts))}
         self._splits = 1
+        self.waited = 0.0
         how = "resident" if self.resident else f"streamed through {held / GIB:.2f} GiB"
         if weights:
             log.info("%s: %.2f GiB in %d parts, %s on %s", name, sum(sizes) / GIB, len(parts), how, device)
@@ -314,6 +317,7 @@ class Executor:
             yield from stream
         finally:
             stream.close()
+            self.waited += stream.waited
 
 
 class _Room:
@@ -339,6 +343,7 @@ class _Stream:
         for size in sizes:
             self._empty.put(_Room(size, self.device))
         self._full: queue.Queue[_Room | BaseException] = queue.Queue()
+        self.waited = 0.0
         self._copies = None
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)
@@ -350,7 +355,9 @@ class _Stream:
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         for level, part in self.parts:
+            since = time.monotonic()
             room = self._full.get()
+            self.waited += time.monotonic() - since
             if isinstance(room, BaseException):
                 raise room
             if room.filled:
