@@ -173,7 +173,9 @@ def print_table(results: dict[str, list[dict[str, Any]]], options: argparse.Name
 
     first = median(options.modes[0], "seconds")
     print(f"{options.prompts} prompts of {options.tokens} tokens on average, {options.teacher} on {options.device}\n")
-    print("| way | prompts/s | ratio | waited for weights | weights read a prompt | passes over the model | RAM | GPU |")
+    print(
+        "| way | prompts/s | ratio | waited for weights | weights read a prompt | passes over the model | RAM | GPU |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for mode, runs in results.items():
         seconds, read = median(mode, "seconds"), runs[0]["read"]
@@ -194,12 +196,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=20, help="of a prompt, on average")
     parser.add_argument("--batch-tokens", type=int, default=2048)
-    parser.add_argument("--memory", type=float, default=1.0, help="GiB for streaming: of the GPU, or without one of RAM")
+    parser.add_argument(
+        "--memory", type=float, default=1.0, help="GiB for streaming: of the GPU, or without one of RAM"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=OURS + USUAL, default=OURS + USUAL)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the teacher and for files")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the teacher and for files"
+    )
     parser.add_argument("--one", choices=OURS + USUAL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder / f"random-{options.teacher}"

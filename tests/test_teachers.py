@@ -147,7 +147,9 @@ def test_sharded_t5_equals_the_whole(t5: Path, tmp_path: Path) -> None:
     sharded = tiny_models.t5_snapshot(tmp_path, dim=32, max_shard_size="1MB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
     ids, lengths = torch.tensor([[3, 4, 1]]), torch.tensor([3])
-    assert torch.equal(run_teacher.rows(load("t5", sharded), ids, lengths), run_teacher.rows(load("t5", t5), ids, lengths))
+    assert torch.equal(
+        run_teacher.rows(load("t5", sharded), ids, lengths), run_teacher.rows(load("t5", t5), ids, lengths)
+    )
     assert torch.equal(teachers.embeddings("t5", sharded), teachers.embeddings("t5", t5))
 
 

@@ -67,7 +67,9 @@ def check(parts: Sequence[Part], weights: Weights) -> None:
     Raises:
         TrainerError: which.
     """
-    missing = sorted({name for part in parts for names in part.sources.values() for name in names} - set(weights.tensors))
+    missing = sorted(
+        {name for part in parts for names in part.sources.values() for name in names} - set(weights.tensors)
+    )
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise TrainerError(

@@ -128,7 +128,9 @@ def _files(folder: Path) -> list[Path]:
     try:
         # With an index, only what it names counts: other files may lie beside it.
         for index in sorted(folder.glob("*.safetensors.index.json")):
-            return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            return sorted(
+                {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            )
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise TrainerError(f"{index} cannot be read ({error}); get the teacher again") from None
     files = sorted(folder.glob("*.safetensors"))
