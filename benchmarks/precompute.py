@@ -3,8 +3,8 @@
     python benchmarks/precompute.py                                # on a CPU: minutes
     python benchmarks/precompute.py --teacher t5-xxl --device cuda --memory 6 --prompts 4096
 
-A randomly initialised T5 encoder of the real class is written to disk and encodes the same prompts in several ways, each
-in a process of its own, one after another, for some rounds:
+A randomly initialised T5 encoder of the real class is written to disk and encodes the same prompts in several ways,
+each in a process of its own, one after another, for some rounds:
 
     resident       all weights in memory, batches by token budget
     streamed       part by part under the memory budget; the files are in the system's page cache
@@ -173,9 +173,7 @@ def print_table(results: dict[str, list[dict[str, Any]]], options: argparse.Name
 
     first = median(options.modes[0], "seconds")
     print(f"{options.prompts} prompts of {options.tokens} tokens on average, {options.teacher} on {options.device}\n")
-    print(
-        "| way | prompts/s | ratio | waited for weights | weights read a prompt | passes over the model | RAM | GPU |"
-    )
+    print("| way | prompts/s | ratio | waited for weights | weights read a prompt | times the model | RAM | GPU |")
     print("|---|---|---|---|---|---|---|---|")
     for mode, runs in results.items():
         seconds, read = median(mode, "seconds"), runs[0]["read"]
@@ -196,16 +194,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=20, help="of a prompt, on average")
     parser.add_argument("--batch-tokens", type=int, default=2048)
-    parser.add_argument(
-        "--memory", type=float, default=1.0, help="GiB for streaming: of the GPU, or without one of RAM"
-    )
+    parser.add_argument("--memory", type=float, default=1.0, help="GiB for streaming, of the GPU or the RAM")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=OURS + USUAL, default=OURS + USUAL)
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the teacher and for files"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the teacher's files")
     parser.add_argument("--one", choices=OURS + USUAL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder / f"random-{options.teacher}"

@@ -189,8 +189,8 @@ class Block:
         found, needed = (teacher.dim, teacher.vocabulary), (shape.teacher_dim, shape.vocabulary)
         if found != needed:
             raise TrainerError(
-                f"the teacher in {path} has rows of {found[0]} and {found[1]} token ids, the {self.pack.name} pack needs "
-                f"{needed[0]} and {needed[1]}: set materials.paths.teacher to the right one"
+                f"the teacher in {path} has rows of {found[0]} and {found[1]} token ids, the {self.pack.name} pack "
+                f"needs {needed[0]} and {needed[1]}: set materials.paths.teacher to the right one"
             )
         return teacher
 
@@ -216,8 +216,8 @@ class Block:
         if len(shard.skipped) > max(1, self.options.max_bad_fraction * len(shard.samples)):
             reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(reason for _, reason in shard.skipped).items())
             raise TrainerError(
-                f"{len(shard.skipped)} of {len(shard.samples)} samples of {shard.file.name} cannot be used ({reasons}): "
-                "look at the prompts, or raise precompute.max_bad_fraction"
+                f"{len(shard.skipped)} of {len(shard.samples)} samples of {shard.file.name} cannot be used ({reasons})"
+                ": look at the prompts, or raise precompute.max_bad_fraction"
             )
 
     def _activations(

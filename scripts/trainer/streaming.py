@@ -1,10 +1,10 @@
 """Running a teacher that may be larger than the memory it is given.
 
 A teacher is a list of parts (embedding, layers, head). Where all weights fit, a batch goes through all parts at once.
-Where they do not, the loop is turned round: the weights of a part are read once, all batches of the block go through it,
-and the next part is read meanwhile. A pass costs the model's size in reads, whatever the number of batches; what is
-between two parts is kept on the device, in RAM or on disk, wherever there is room. Both ways call the same modules with
-the same batches, so that their results are the same bytes.
+Where they do not, the loop is turned round: the weights of a part are read once, all batches of the block go through
+it, and the next part is read meanwhile. A pass costs the model's size in reads, whatever the number of batches; what
+is between two parts is kept on the device, in RAM or on disk, wherever there is room. Both ways call the same modules
+with the same batches, so that their results are the same bytes.
 """
 
 import math
@@ -67,9 +67,8 @@ def check(parts: Sequence[Part], weights: Weights) -> None:
     Raises:
         TrainerError: which.
     """
-    missing = sorted(
-        {name for part in parts for names in part.sources.values() for name in names} - set(weights.tensors)
-    )
+    needed = {name for part in parts for names in part.sources.values() for name in names}
+    missing = sorted(needed - weights.tensors.keys())
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise TrainerError(
@@ -87,8 +86,8 @@ def check(parts: Sequence[Part], weights: Weights) -> None:
             stacked = len(shapes) > 1 and sum(map(math.prod, shapes)) == parameter.numel()
             if not (whole or stacked):
                 raise TrainerError(
-                    f"the teacher in {weights.path} has {part.sources[name][0]} in the shape {shapes[0]}, which does not "
-                    f"belong to a model of its config.json; get it again"
+                    f"the teacher in {weights.path} has {part.sources[name][0]} in the shape {shapes[0]}, which does "
+                    "not belong to a model of its config.json; get it again"
                 )
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
+from trainer import teachers
 from trainer.errors import TrainerError
 from trainer.streaming import Part
-from trainer.teachers import configs, llada2_moe, llada_connector, snapshot
+from trainer.teachers import configs, llada2_moe, llada_connector
 from trainer.weights import Weights
 
 START, END = "<role>HUMAN</role> Generate an image", "\n<role>ASSISTANT</role>\n<IMAGE1>"
@@ -58,7 +58,7 @@ def load(path: Path, dtype: torch.dtype) -> Llada:
         )
     llada2_moe.check_rope(llada2_moe.rope_table(backbone.rope_theta, backbone.rotary_dim), main)
     tokenizer = _tokenizer(path / "tokenizer" / "tokenizer.json")
-    snapshot.check_vocabulary(path, tokenizer.get_vocab_size(), backbone.vocab_size)
+    teachers.check_vocabulary(path, tokenizer.get_vocab_size(), backbone.vocab_size)
     weights = Weights(path, ("text_encoder", "queryformer", "text_projection"))
     parts = _parts(backbone, former, projection, dtype)
     return Llada(tokenizer, weights, parts, former.num_queries, projection.projection_dim)
@@ -78,8 +78,8 @@ def _parts(
         norm = llada2_moe.RMSNorm(backbone.hidden_size, backbone.rms_norm_eps, dtype)
         text_projection = llada_connector.TextProjection(projection, norm, queries, dtype)
     return [
-        Part("embed", embedding, _sources(embedding, "text_encoder/model.")),
-        Part("queries", query_former, _sources(query_former, "queryformer/")),
+        Part("embed", embedding, teachers.sources(embedding, "text_encoder/model.")),
+        Part("queries", query_former, teachers.sources(query_former, "queryformer/")),
         *(
             Part(f"layer {n}", layer, layer.sources(f"text_encoder/model.layers.{n}."))
             for n, layer in enumerate(layers)
@@ -88,13 +88,10 @@ def _parts(
         Part(
             "projection",
             text_projection,
-            _sources(text_projection, "text_projection/") | {"norm.weight": ("text_encoder/model.norm.weight",)},
+            teachers.sources(text_projection, "text_projection/")
+            | {"norm.weight": ("text_encoder/model.norm.weight",)},
         ),
     ]
-
-
-def _sources(module: nn.Module, prefix: str) -> dict[str, tuple[str, ...]]:
-    return {name: (prefix + name,) for name, _ in module.named_parameters()}
 
 
 def _tokenizer(path: Path) -> Tokenizer:
