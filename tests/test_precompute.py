@@ -1,7 +1,10 @@
 """Precompute: shards that are right stay, bad samples are counted, a stop keeps what was computed."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,3 +214,39 @@ def test_the_synthetic_teacher_is_recorded_in_the_shard(tmp_path, records):
     file, _ = fill(tmp_path, records, prompts(8), precompute={"teacher": "synthetic"})
     header = shards.Shard(Path(file)).header
     assert (header["synthetic"], header["teacher"]) == (True, None)
+
+
+def worker(run, *numbers):
+    """A process that fills these of twelve blocks."""
+    command = [sys.executable, str(Path(__file__).with_name("block_worker.py")), str(run), "12", *map(str, numbers)]
+    paths = os.pathsep.join(str(Path(__file__).parent.parent / name) for name in ("scripts", "tests"))
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+
+
+def test_twelve_blocks_on_two_devices_are_those_of_one_also_when_one_worker_is_killed(tmp_path, records):
+    """In any order: each device takes blocks of its own, and nothing in a shard says which."""
+
+    def prepare(name):
+        run = tmp_path / name
+        corpus(run / "train.jsonl", prompts(240))
+        given = settings(run, precompute={"ram_gib": 0.4 / 1024}).model_dump()
+        made = {"settings": given, "records": {id: vars(record) for id, record in records.items()}}
+        (run / "worker.json").write_text(json.dumps(made))
+        return run
+
+    one, two = prepare("one"), prepare("two")
+    assert worker(one, *range(12)).wait() == 0
+    first, second = worker(two, *range(0, 12, 2)), worker(two, *range(11, 0, -2))
+    for _ in range(3):
+        second.stdout.readline()
+    second.kill()
+    assert first.wait() == 0
+    second.wait()
+    assert worker(two, *range(1, 12, 2)).wait() == 0
+    shards_of = [sorted((run / "shards").glob("*")) for run in (one, two)]
+    assert [file.name for file in shards_of[0]] == [file.name for file in shards_of[1]]
+    assert sum(file.suffix == ".safetensors" for file in shards_of[0]) == 24
+    for mine, other in zip(*shards_of, strict=True):
+        assert mine.read_bytes() == other.read_bytes(), mine.name

@@ -7,7 +7,7 @@ together, then through the teacher, which may be larger than the memory there is
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,10 @@ from trainer.corpus_files import Sample
 from trainer.devices import Budget
 from trainer.errors import TrainerError
 from trainer.files import digest
-from trainer.job import Progress, log
+from trainer.job import log
 from trainer.materials import Record
-from trainer.streaming import Activations, Executor, Part, State
+from trainer.passes import Item, Pass, Taken
+from trainer.streaming import Executor, Part
 from trainer.teachers.synthetic import Synthetic
 
 FORMAT = 1  # of the shard file; raise it when older shards must not be read
@@ -48,14 +49,6 @@ class Stale:
     inputs: str
     encoded: list[Encoded] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples of one shard (by its number among the stale ones) that are computed together."""
-
-    shard: int
-    items: list[Encoded]
 
 
 def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
@@ -124,44 +117,35 @@ class Block:
 
     def _make(self, stale: list[Stale], partial: Path) -> None:
         """Make shards; `partial` is the folder for what a stop leaves."""
-        options = self.options
         info = self._student_info()
-        device = devices.pick(options.device)
-        teacher = self._teacher(device)
+        self.device = devices.pick(self.options.device)
+        teacher = self._teacher()
         for shard in stale:
             self._encode(shard, teacher)
-        budget = devices.budget(device, options.gpu_gib, options.ram_gib, self.granted)
-        tokens = options.batch_tokens or devices.batch_tokens(device, budget)
-        log.info("batches of %d tokens on %s", tokens, device)
+        budget = devices.budget(self.device, self.options.gpu_gib, self.options.ram_gib, self.granted)
+        self.tokens = self.options.batch_tokens or devices.batch_tokens(self.device, budget)
+        log.info("batches of %d tokens on %s", self.tokens, self.device)
 
-        batches = _batched(stale, lambda item: len(item.student), tokens)
-        dtype = devices.dtype(options.student_dtype, device)
-        student = students.load(info.path, self.pack.student, dtype, device)
-        executor = Executor("student", [Part("student", student, {})], None, device, budget)
-        states = self._activations(stale, batches, lambda item: item.student, partial / "student")
-        finish = _finish(batches, lambda item: len(item.student))
-        for _ in self._run("student", executor, batches, states, finish):
+        dtype = devices.dtype(self.options.student_dtype, self.device)
+        parts = [Part("student", students.load(info.path, self.pack.student, dtype, self.device), {})]
+        executor = Executor("student", parts, None, self.device, budget)
+        states = self._pass("student", stale, lambda item: (item.student, None), partial)
+        for _ in states.run(executor, self.requests):
             pass
-        del student, executor
-        if device.type == "cuda":
+        del parts, executor
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        students_rows = _Results(batches, states)
 
-        batches = _batched(stale, lambda item: len(item.teacher) + (teacher.rows or 0), tokens)
-        left = Budget(budget.device, budget.ram - states.held)
-        executor = Executor("teacher", teacher.parts, teacher.weights, device, left)
-        rows = self._activations(stale, batches, lambda item: item.teacher, partial / "teacher")
-        finish = _finish(batches, lambda item: teacher.rows or len(item.teacher))
-        teachers_rows = _Results(batches, rows)
+        left = Budget(budget.device, budget.ram - states.kept.held)
+        executor = Executor("teacher", teacher.parts, teacher.weights, self.device, left)
+        rows = self._pass("teacher", stale, lambda item: (item.teacher, teacher.rows), partial)
         with ThreadPoolExecutor(1, "writer") as writer:
             written: Future | None = None
-            for number in self._run("teacher", executor, batches, rows, finish):
-                batch = batches[number]
-                if number + 1 == len(batches) or batches[number + 1].shard != batch.shard:
-                    made = self._collect(stale[batch.shard], batch.shard, students_rows, teachers_rows)
-                    if written:
-                        written.result()  # one waits at most: a shard may be gigabytes
-                    written = writer.submit(shards.write, stale[batch.shard].file, *made)
+            for number in rows.run(executor, self.requests):
+                made = self._collect(stale[number], states.take(number), rows.take(number))
+                if written:
+                    written.result()  # one waits at most: a shard may be gigabytes
+                written = writer.submit(shards.write, stale[number].file, *made)
             if written:
                 written.result()
         for shard in stale:
@@ -179,19 +163,23 @@ class Block:
         students.check_tokenizer(info, self.tokenizer)
         return info
 
-    def _teacher(self, device: torch.device) -> teachers.Teacher:
+    def _teacher(self) -> teachers.Teacher:
         shape = self.settings.adapter
         if self.options.teacher == "synthetic":
             log.info("synthetic teacher: the targets are made up and the adapter is for testing only")
             return Synthetic(shape.vocabulary, shape.teacher_dim)
         path = Path(self.records["teacher"].path)
-        teacher = teachers.load(self.pack.teacher, path, devices.dtype(self.options.teacher_dtype, device))
-        found, needed = (teacher.dim, teacher.vocabulary), (shape.teacher_dim, shape.vocabulary)
-        if found != needed:
-            raise TrainerError(
-                f"the teacher in {path} has rows of {found[0]} and {found[1]} token ids, the {self.pack.name} pack "
-                f"needs {needed[0]} and {needed[1]}: set materials.paths.teacher to the right one"
-            )
+        teacher = teachers.load(self.pack.teacher, path, devices.dtype(self.options.teacher_dtype, self.device))
+        needed = {"row size": shape.teacher_dim, "vocabulary": shape.vocabulary}
+        found = {"row size": teacher.dim, "vocabulary": teacher.vocabulary}
+        if teacher.rows:
+            needed["queries"], found["queries"] = shape.queries, teacher.rows
+        for what, value in needed.items():
+            if found[what] != value:
+                raise TrainerError(
+                    f"the teacher in {path} has the {what} {found[what]}, the {self.pack.name} pack needs {value}: set "
+                    "materials.paths.teacher to the right one"
+                )
         return teacher
 
     def _dims(self) -> tuple[int, int]:
@@ -220,30 +208,21 @@ class Block:
                 ": look at the prompts, or raise precompute.max_bad_fraction"
             )
 
-    def _activations(
-        self, stale: list[Stale], batches: list[Batch], ids: Callable[[Encoded], list[int]], folder: Path
-    ) -> Activations:
-        """The batches as a model gets them, or as an earlier job left them."""
-        states = [_padded([ids(item) for item in batch.items]) for batch in batches]
-        keys = [digest([stale[b.shard].inputs, [item.sample.id for item in b.items]]) for b in batches]
-        return Activations(states, keys, folder)
+    def _pass(
+        self, name: str, stale: list[Stale], read: Callable[[Encoded], tuple[list[int], int | None]], partial: Path
+    ) -> Pass:
+        """The samples as a model reads them: ids, and the rows it makes of them (None: one for each id)."""
+        items = []
+        for shard in stale:
+            items.append([])
+            for encoded in shard.encoded:
+                ids, rows = read(encoded)
+                items[-1].append(Item(encoded.sample.id, ids, rows or len(ids), len(ids) + (rows or 0)))
+        return Pass(name, items, [shard.inputs for shard in stale], self.tokens, partial / name)
 
-    def _run(
-        self, name: str, executor: Executor, batches: list[Batch], states: Activations, finish: Callable[..., State]
-    ) -> Iterator[int]:
-        parts = len(executor.parts)
-        progress = Progress(f"{name} on {executor.device}", sum(len(b.items) for b in batches), "prompts")
-        progress.skip(sum(len(b.items) * n / parts for b, n in zip(batches, states.levels, strict=True)))
-
-        def count(number: int) -> None:
-            progress.update(len(batches[number].items) / parts)
-
-        return executor.run(states, finish, self.requests.stop, count)
-
-    def _collect(self, shard: Stale, number: int, student: "_Results", teacher: "_Results") -> tuple[Any, ...]:
+    def _collect(self, shard: Stale, student: Taken, teacher: Taken) -> tuple[Any, ...]:
         """The arguments of `shards.write` for a shard whose samples are all computed."""
-        states, student_moments = student.take(number)
-        rows, moments = teacher.take(number)
+        (states, student_moments), (rows, moments) = student, teacher
         kept = []
         for item in shard.encoded:
             state, target = states[item.sample.id], rows[item.sample.id]
@@ -255,72 +234,9 @@ class Block:
         for id, reason in shard.skipped:
             log.info("skipped sample %s: %s", id, reason)
         self._refuse_too_many(shard)
-        # They count every finite row, also of a sample whose other half is not.
-        complete = len(kept) == len(shard.encoded)
-        return kept, self._header(shard), self._dims(), (student_moments, moments) if complete else None
-
-
-class _Results:
-    """What a model made of the samples of each shard."""
-
-    def __init__(self, batches: list[Batch], states: Activations) -> None:
-        self.batches, self.states = batches, states
-
-    def take(self, shard: int) -> tuple[dict[str, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
-        """Rows of each sample by id, None where they are not finite; sums and sums of squares over them [D] f64."""
-        found, sums, squares = {}, [], []
-        for number, batch in enumerate(self.batches):
-            if batch.shard == shard:
-                state = self.states.state(number)
-                for item, rows, count in zip(batch.items, state["rows"], state["counts"].tolist(), strict=True):
-                    found[item.sample.id] = rows[:count] if count else None
-                sums.append(state["sum"])
-                squares.append(state["sumsq"])
-                self.states.drop(number)
-        return found, (torch.stack(sums).sum(0), torch.stack(squares).sum(0))
-
-
-def _finish(batches: list[Batch], rows_of: Callable[[Encoded], int]) -> Callable[[int, State], State]:
-    """What is kept of the last state of a batch: rows in bf16, how many of them count (0: not finite), and moments."""
-
-    def finish(number: int, state: State) -> State:
-        rows = state["rows"].to(torch.bfloat16)
-        counts = torch.tensor([rows_of(item) for item in batches[number].items], device=rows.device)
-        real = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-        rows = rows.masked_fill(~real[..., None], 0)
-        finite = torch.isfinite(rows).flatten(1).all(1)
-        rows = torch.where(finite[:, None, None], rows, 0)
-        wide = rows.float()  # the square of a bf16 number is exact in f32
-        kept = {
-            "rows": rows,
-            "counts": counts * finite,
-            "sum": wide.sum((0, 1), dtype=torch.float64),
-            "sumsq": wide.square().sum((0, 1), dtype=torch.float64),
-        }
-        return {name: tensor.cpu() for name, tensor in kept.items()}
-
-    return finish
-
-
-def _batched(stale: list[Stale], tokens: Callable[[Encoded], int], budget: int) -> list[Batch]:
-    """Length-sorted batches of each shard whose padded size stays within the token budget."""
-    batches = []
-    for number, shard in enumerate(stale):
-        items: list[Encoded] = []
-        for item in sorted(shard.encoded, key=lambda item: (tokens(item), item.sample.id)):
-            if items and tokens(item) * (len(items) + 1) > budget:
-                batches.append(Batch(number, items))
-                items = []
-            items.append(item)
-        if items:
-            batches.append(Batch(number, items))
-    return batches
-
-
-def _padded(ids: list[list[int]]) -> State:
-    """Ids [B, L] int64, right padded with 0, and lengths [B]."""
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
-    return {"ids": padded, "lengths": torch.tensor([len(row) for row in ids])}
+        # They count every sample, also those that were dropped just now.
+        whole = len(kept) == len(shard.encoded)
+        return kept, self._header(shard), self._dims(), (student_moments, moments) if whole else None
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def write(
         samples: in the order they are stored; may be empty.
         header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids` and `checksum` are added.
         dims: (student_dim, teacher_dim).
-        moments: (sums, sums of squares) per dimension of all student and all target rows, f64, where they are known.
+        moments: (sums, sums of squares) per dimension, f64, of all student and all target rows, where they are known.
     """
     student = torch.cat([torch.empty(0, dims[0], dtype=torch.bfloat16), *(s.student for s in samples)])
     target = torch.cat([torch.empty(0, dims[1], dtype=torch.bfloat16), *(s.target for s in samples)])

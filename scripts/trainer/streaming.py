@@ -128,7 +128,7 @@ class Activations:
                 file.unlink()
 
     def place(self, device: torch.device, device_room: int, ram_room: int) -> None:
-        """Set where states are to be kept: bytes on the device (0 where that is the CPU) and in RAM."""
+        """Set where states are to be kept: bytes on the device, if it is a GPU, and in RAM."""
         self._device, self._room = device, {"device": device_room, "ram": ram_room}
 
     @property
@@ -149,7 +149,8 @@ class Activations:
         """Keep the state of a batch that has been through `level` parts."""
         self.drop(number)
         size = sum(tensor.nbytes for tensor in state.values())
-        place = next((place for place, room in self._room.items() if size <= room), "disk")
+        on_cpu = all(tensor.device.type == "cpu" for tensor in state.values())
+        place = next((p for p, room in self._room.items() if size <= room and not (on_cpu and p == "device")), "disk")
         if place == "disk":
             self._write(number, state)
             self._kept[number] = self._files[number]
