@@ -18,7 +18,7 @@ import tiny_models
 import tiny_runs
 import torch
 from trainer import checkpoints, config, evaluation, export, students
-from trainer.adapters.resampler import SeededResampler
+from trainer.adapters.resampler import Resampler
 from trainer.prompt_cleaning import for_engine
 from trainer.standardization import Standardization
 from trainer.teachers import t5
@@ -123,7 +123,7 @@ def write_zeros(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 def write_adapter(folder: Path) -> Path:
     """Export a best checkpoint in which nothing is at its initial value and no standardization is trivial."""
     generator = torch.Generator().manual_seed(1)
-    adapter = SeededResampler(STUDENT, TEACHER, WIDTH, 2, QUERIES, VOCABULARY).requires_grad_(False)
+    adapter = Resampler(STUDENT, TEACHER, WIDTH, 2, QUERIES, VOCABULARY).requires_grad_(False)
     for name, weight in adapter.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name in ("query", "t5_embed.weight"):

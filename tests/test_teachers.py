@@ -259,7 +259,7 @@ def test_minilm_equals_transformers() -> None:
 
 
 def test_synthetic_rows_follow_from_the_prompt_alone() -> None:
-    teacher, twin = Synthetic(32128, 64), Synthetic(32128, 64)
+    teacher, twin = Synthetic(32128, 64, 120), Synthetic(32128, 64, 120)
     ids = teacher.tokenize(PROMPTS, 48)
     assert ids[1] == [1]
     assert all(row[-1] == 1 and min(row[:-1], default=2) >= 2 and max(row) < 32128 for row in ids)
@@ -270,7 +270,7 @@ def test_synthetic_rows_follow_from_the_prompt_alone() -> None:
 
 def test_synthetic_rows_are_made_of_the_table() -> None:
     """Token, position and half the row before: a seed table and the student's states can say all of it."""
-    teacher = Synthetic(500, 96)
+    teacher = Synthetic(500, 96, 40)
     ids = torch.tensor([[7, 9, 1]])
     rows = teacher.encode(ids, torch.tensor([3]))[0]
     plain = teacher.embeddings()[ids[0]] + teacher.positions[:3]

@@ -115,7 +115,7 @@ class Block:
         self.student = students.load(Path(student.path), self.pack.student, dtype, self.device)
         if self.options.teacher == "synthetic":
             log.info("synthetic teacher: the targets are made up and the adapter is for testing only")
-            self.teacher = Synthetic(shape.vocabulary, shape.teacher_dim)
+            self.teacher = Synthetic(shape.vocabulary, shape.teacher_dim, shape.queries)
         else:
             dtype = devices.dtype(self.options.teacher_dtype, self.device)
             teacher = Path(self.records["teacher"].path)
@@ -166,7 +166,7 @@ class Block:
             return [], []
         texts = [sample.text for sample in samples]
         encoded, skipped = [], []
-        students_ids = self.tokenizer.encode(texts)
+        students_ids = self.tokenizer.encode(texts, self.pack.template)
         slots = self.teacher.tokenize(texts, self.settings.adapter.queries)
         for item in map(Encoded, samples, students_ids, slots):
             if len(item.student) > self.pack.max_student_tokens:
@@ -211,9 +211,10 @@ class Block:
             return self._compute(batch[:middle]) + self._compute(batch[middle:])
         result: list[shards.Rows | None] = []
         for item, state, row in zip(batch, states, rows, strict=True):
-            student, target = state[: len(item.student)].clone(), row[: len(item.slots)].clone()
+            slots = item.slots if self.settings.adapter.vocabulary else []
+            student, target = state[: len(item.student)].clone(), row[: len(slots) or None].clone()
             finite = bool(torch.isfinite(student).all() and torch.isfinite(target).all())
-            result.append(shards.Rows(item.sample.id, item.slots, student, target) if finite else None)
+            result.append(shards.Rows(item.sample.id, slots, student, target) if finite else None)
         return result
 
     def _run_models(self, batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:

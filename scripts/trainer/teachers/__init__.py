@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.teachers import snapshot
 
-Kind = Literal["t5", "bert"]
+Kind = Literal["t5", "bert", "llada"]
 
 
 class Teacher(Protocol):
