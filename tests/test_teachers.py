@@ -268,6 +268,20 @@ def test_synthetic_rows_follow_from_the_prompt_alone() -> None:
     assert_batch_equals_alone(teacher)
 
 
+def test_synthetic_rows_without_a_vocabulary_are_one_for_every_query() -> None:
+    teacher = Synthetic(None, 64, 40)
+    ids = teacher.tokenize(["a red fox", "snow"], 40)
+    assert [len(row) for row in ids] == [4, 2]
+    rows = teacher.encode(*padded(ids))
+    assert rows.shape == (2, 40, 64)
+    torch.testing.assert_close(rows[1:], teacher.encode(*padded(ids[1:])))
+    table, positions = teacher.embeddings(), teacher.positions
+    for row, tokens in zip(rows, ids, strict=True):
+        for query in (0, 3, 39):
+            expected = table[tokens].mean(0) + table[tokens[query % len(tokens)]] / 2 + positions[query]
+            torch.testing.assert_close(row[query], expected, atol=1e-5, rtol=1e-4)
+
+
 def test_synthetic_rows_are_made_of_the_table() -> None:
     """Token, position and half the row before: a seed table and the student's states can say all of it."""
     teacher = Synthetic(500, 96, 40)
