@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ def write(path: Path, names: Iterable[str], tensor: Callable[[str], torch.Tensor
         for name in names:
             writer.write_tensor_data(tensor(name).numpy())
         writer.close()
-        back = {stored.name: stored.data for stored in gguf.GGUFReader(aside).tensors}
-        if sorted(back) != sorted(names) or any(not np.array_equal(back[n], tensor(n).numpy()) for n in names):
+        back = {stored.name: stored for stored in gguf.GGUFReader(aside).tensors}
+        if sorted(back) != sorted(names) or any(not _holds(aside, back[name], tensor(name).numpy()) for name in names):
             raise TrainerError(f"{path} read back differently than it was written: check the disk and export again")
 
 
@@ -104,6 +104,12 @@ def write_adapter(path: Path, tensors: checkpoints.Tensors, values: dict[str, An
     """Write the file of an adapter; raises as `write`."""
     named = {PREFIX + name: tensor for name, tensor in tensors.items()}
     write(path, named, named.__getitem__, values)
+
+
+def _holds(path: Path, stored: gguf.ReaderTensor, array: np.ndarray) -> bool:
+    """Whether a tensor of a file is this array. It is read, not mapped: a mapping would grow to the whole file."""
+    found = np.fromfile(path, array.dtype, array.size, offset=int(stored.data_offset)).reshape(array.shape)
+    return stored.data.shape == array.shape and stored.data.dtype == array.dtype and np.array_equal(found, array)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -191,19 +197,22 @@ def export_companion(settings: Settings, record: Record, out: Path) -> None:
         "companion.revision": record.revision,
         "companion.digest": record.digest,
     }
-    with ExitStack() as stack, _copied(settings, out):
-        files = [stack.enter_context(safe_open(path, "pt")) for path in weights]
-        holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+    holders = {}
+    for path in weights:
+        with safe_open(path, "pt") as file:
+            holders |= dict.fromkeys(file.keys(), path)
 
-        def tensor(name: str) -> torch.Tensor:
-            half = holders[name].get_tensor(name).half()
-            if not torch.isfinite(half).all():
-                raise TrainerError(
-                    f"tensor {name} of {record.path} has a value that f16 cannot hold: no {out.name} was written; set "
-                    "export.companion to false to go on without it"
-                )
-            return half
+    def tensor(name: str) -> torch.Tensor:
+        with safe_open(holders[name], "pt") as file:  # opened anew: a mapping that stays would grow to the whole file
+            half = file.get_tensor(name).half()
+        if not torch.isfinite(half).all():
+            raise TrainerError(
+                f"tensor {name} of {record.path} has a value that f16 cannot hold: no {out.name} was written; set "
+                "export.companion to false to go on without it"
+            )
+        return half
 
+    with _copied(settings, out):
         write(out, sorted(holders), tensor, {key: value for key, value in values.items() if value is not None})
 
 
