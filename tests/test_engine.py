@@ -17,8 +17,12 @@ import pytest
 import tiny_models
 import tiny_runs
 import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch.nn.functional import silu
 from trainer import checkpoints, config, evaluation, export, students
 from trainer.adapters.resampler import Resampler
+from trainer.materials import Record
 from trainer.packs.base import Pack, Template
 from trainer.packs.llada_image import PACK as LLADA
 from trainer.packs.pixart import PACK as PIXART
@@ -116,6 +120,29 @@ def llada_shapes(width: int = 128, semantic: int = 64) -> dict[str, tuple[int, .
         | linear("sigvq_embedder.1", width, semantic)
         | linear("final_layer.linear", 128, width)
         | linear("final_layer.adaLN_modulation.1", width, time)
+    )
+
+
+def sigvq_shapes(width: int = 64, semantic: int = 64, codes: int = 20) -> dict[str, tuple[int, ...]]:
+    """A SigVQ of one block with heads of 4 dimensions."""
+    block = "visual.blocks.0"
+    return (
+        {
+            "visual.patch_embed.proj.weight": (width, 3, 16, 16),
+            "visual.patch_embed.proj.bias": (width,),
+            "visual.embeddings.position_embedding.weight": (4, width),
+            "vqmodel.quant_conv.weight": (32, width, 1, 1),
+            "vqmodel.quant_conv.bias": (32,),
+            "vqmodel.quantize.embedding.weight": (codes, 32),
+            "prior_token_embedding.weight": (codes, semantic),
+        }
+        | {f"{block}.{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
+        | linear(f"{block}.attn.qkv", 3 * width, width)
+        | linear(f"{block}.attn.proj", width, width)
+        | linear(f"{block}.mlp.fc1", 2 * width, width)
+        | linear(f"{block}.mlp.fc2", width, 2 * width)
+        | linear("prior_projector.net.0.proj", semantic, semantic)
+        | linear("prior_projector.net.2", semantic, semantic)
     )
 
 
@@ -237,7 +264,7 @@ def ours_of_llada(folder, student):
 def engine(folder, tmp_path):
     """The engine's conditioning of a prompt with the adapter of a pack."""
 
-    def encode(prompt: str, pack: Pack) -> Conditioning:
+    def encode(prompt: str, pack: Pack, *more: str) -> Conditioning:
         files = {
             "--diffusion-model": f"{pack.name}.safetensors",
             "--tae": f"{pack.name}-vae.safetensors",
@@ -248,8 +275,8 @@ def engine(folder, tmp_path):
         # Without a guidance scale of 1 the dump would be the negative prompt's.
         sizes = ["--cfg-scale", "1", "--steps", "1", "-W", "64", "-H", "64", "-t", "1"]
         done = subprocess.run(
-            [GGK, "diffuser", "engine", "--", *paths, *sizes, "-o", str(tmp_path / "image.png"), "-p", prompt],
-            env=os.environ | {"SD_DUMP_COND": str(tmp_path)},
+            [GGK, "diffuser", "engine", "--", *paths, *sizes, "-o", str(tmp_path / "image.png"), "-p", prompt, *more],
+            env=os.environ | {"SD_DUMP_COND": str(tmp_path), "SD_LLADA_DUMP": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=60,
@@ -288,6 +315,34 @@ def test_the_engine_conditions_llada_image_on_what_we_compute(ours_of_llada, eng
     assert found.rows.shape == (LLADA.queries, LLADA.teacher_dim)
     if not prompt:
         assert len(found.ids) == 24  # contracts/ggk-engine.md 4
+
+
+def test_the_engine_reads_the_companion_and_takes_a_reference_image_through_it(folder, engine, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in sigvq_shapes().items()}
+    save_file(tensors, tmp_path / "sigvq.safetensors")
+    files = [{"name": "sigvq.safetensors"}]
+    record = Record("sigvq", "hub", "t", "companion", str(tmp_path), "path", None, None, None, None, files, "d")
+    settings = config.load({"pack": "llada_image", "runs_dir": str(tmp_path)})
+    export.export_companion(settings, record, Path(settings.companion))
+    noise = torch.randint(0, 256, (64, 64, 3), generator=generator, dtype=torch.uint8)
+    Image.fromarray(noise.numpy()).save(tmp_path / "reference.png")
+    options = LLADA.companion_options.replace("{companion}", settings.companion).split()
+    options = [str(tmp_path / option) if option == "reference.png" else option for option in options]
+    engine(ORDINARY, LLADA, *options)
+    found = torch.from_numpy(np.fromfile(tmp_path / "sigvq_feats.bin", "<f4").reshape(-1, 64))
+    # Whatever code the tower chooses for a patch, its row is one of those that the projector makes of the codes.
+    t = {name: tensor.float() for name, tensor in tensors.items()}
+    rows = silu(affine(t["prior_token_embedding.weight"], t, "prior_projector.net.0.proj"))
+    rows = affine(rows, t, "prior_projector.net.2")
+    nearest = torch.cdist(found, rows).argmin(1)
+    assert len(found) == 4
+    assert len(set(nearest.tolist())) > 1
+    assert deviation(found.numpy(), rows[nearest].numpy()) < 1e-3
+
+
+def affine(x: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
 
 
 def assert_same(found: Conditioning, expected: Conditioning) -> None:
