@@ -26,6 +26,7 @@ lint: .venv/installed
 	$(BIN)/snakefmt --check Snakefile rules
 	$(BIN)/snakemake --profile packs/demo --lint
 	$(BIN)/snakemake --profile packs/pixart --lint
+	$(BIN)/snakemake --profile packs/llada_image --lint
 
 # Done again only when a lock file changed. PyTorch is kept if the version in the lock is there already.
 .venv/installed: requirements.lock requirements-demo.lock

@@ -47,5 +47,6 @@ rule all:
     default_target: True
     input:
         settings.gguf,
+        settings.companion or [],
         f"{RUN}/eval.json",
         f"{RUN}/report.html",

@@ -1,4 +1,4 @@
-# The adapter file for the engine, and step-tagged files of a run as it is now.
+# The adapter file for the engine, the file that goes with it, and step-tagged files of a run as it is now.
 
 
 rule export:
@@ -24,6 +24,34 @@ rule export:
         "../envs/gguf-trainer.yaml"
     script:
         "../scripts/export.py"
+
+
+if settings.companion:
+
+    rule companion:
+        message:
+            "Export {output}"
+        input:
+            settings=f"{RUN}/settings/export.json",
+            record=expand(
+                f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role="companion")
+            ),
+        output:
+            update(settings.companion),  # not deleted first: it may be another run's
+        log:
+            f"{RUN}/logs/companion.log",
+        benchmark:
+            f"{RUN}/benchmarks/companion.tsv"
+        params:
+            settings=settings.model_dump(),
+        threads: 1
+        resources:
+            mem_mb=4000,
+            runtime="1h",
+        conda:
+            "../envs/gguf-trainer.yaml"
+        script:
+            "../scripts/companion.py"
 
 
 # No inputs: asking for a snapshot never starts or waits for training (run it with --nolock while training runs).

@@ -41,28 +41,30 @@ rule precompute_block:
         "../scripts/precompute_block.py"
 
 
-rule seed_table:
-    message:
-        "Compress the teacher's token embeddings to the width of the adapter"
-    input:
-        settings=f"{RUN}/settings/seed_table.json",
-        materials=MODELS,
-    output:
-        f"{RUN}/shards/seed_table.safetensors",
-    log:
-        f"{RUN}/logs/seed_table.log",
-    benchmark:
-        f"{RUN}/benchmarks/seed_table.tsv"
-    params:
-        settings=settings.model_dump(),
-    threads: 8
-    resources:
-        mem_mb=8000,
-        runtime="1h",
-    conda:
-        "../envs/gguf-trainer.yaml"
-    script:
-        "../scripts/seed_table.py"
+if settings.adapter.vocabulary:
+
+    rule seed_table:
+        message:
+            "Compress the teacher's token embeddings to the width of the adapter"
+        input:
+            settings=f"{RUN}/settings/seed_table.json",
+            materials=MODELS,
+        output:
+            f"{RUN}/shards/seed_table.safetensors",
+        log:
+            f"{RUN}/logs/seed_table.log",
+        benchmark:
+            f"{RUN}/benchmarks/seed_table.tsv"
+        params:
+            settings=settings.model_dump(),
+        threads: 8
+        resources:
+            mem_mb=8000,
+            runtime="1h",
+        conda:
+            "../envs/gguf-trainer.yaml"
+        script:
+            "../scripts/seed_table.py"
 
 
 rule precompute:

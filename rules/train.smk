@@ -11,7 +11,7 @@ rule train:
         plan=f"{RUN}/settings/plan.json",
         index=f"{RUN}/shards.json",
         blocks=BLOCKS["train"] + BLOCKS["val"],
-        seed_table=f"{RUN}/shards/seed_table.safetensors",
+        seed_table=[f"{RUN}/shards/seed_table.safetensors"] if settings.adapter.vocabulary else [],
     output:
         f"{RUN}/trained.safetensors",
     log:

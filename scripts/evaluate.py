@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from trainer import config, corpus_files, evaluation
+from trainer import checkpoints, config, corpus_files, evaluation, packs
 from trainer.files import read_json, write_json
 from trainer.job import job, log
 from trainer.shard_index import listed
@@ -14,10 +14,12 @@ with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
     texts = {sample.id: sample.text for sample in corpus_files.read(Path(files.corpus))}
     shards = listed(Path(settings.folder), read_json(files.index), "val")
-    result = evaluation.evaluate(settings, Path(files.gguf), Path(files.trained), shards, texts)
+    mean = checkpoints.load(Path(files.trained))[0]["scale.target_mean"]
+    result = evaluation.evaluate(settings, Path(files.gguf), mean, Path(files.trained), shards, texts)
     write_json(snakemake.output[0], result)
     metrics = result["metrics"]
     log.info(
         "val cosine %.4f (always answering with the mean: %.4f), rel_mse %.4f, round trip %.6f",
-        *(metrics["cos"], metrics["baseline_cos"], metrics["rel_mse"], metrics["roundtrip_cos"]),
+        *(metrics[packs.get(settings.pack).metric], metrics["baseline_cos"]),
+        *(metrics["rel_mse"], metrics["roundtrip_cos"]),
     )

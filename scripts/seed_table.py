@@ -14,7 +14,7 @@ with job(snakemake.log[0]):
     shape = settings.adapter
     if settings.precompute.teacher == "synthetic":
         teacher = "synthetic"
-        embeddings = Synthetic(shape.vocabulary, shape.teacher_dim).embeddings()
+        embeddings = Synthetic(shape.vocabulary, shape.teacher_dim, shape.queries).embeddings()
     else:
         teacher = records["teacher"].digest
         embeddings = teachers.embeddings(packs.get(settings.pack).teacher, Path(records["teacher"].path))

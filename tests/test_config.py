@@ -1,7 +1,7 @@
 """Settings: mistakes are one sentence with a way out; what does not matter invalidates nothing."""
 
 import pytest
-from trainer import config
+from trainer import config, packs
 from trainer.errors import TrainerError
 
 
@@ -13,12 +13,13 @@ from trainer.errors import TrainerError
         ({"train": {"lr": "fast"}}, "`train.lr` is 'fast'"),
         ({"train": {"lr": "nan"}}, "`train.lr`"),
         ({"train": {"steps": 0}}, "`train.steps` is 0"),
-        ({"pack": "pixar"}, "the packs are demo, pixart"),
+        ({"pack": "pixar"}, "the packs are demo, pixart, llada_image"),
         ({"adapter": {"width": 100}}, "multiple of 64"),
         ({"corpus": {"presets": ["unknown"]}}, "gustavosta"),
         ({"corpus": {"presets": []}}, "no prompts"),
         ({"corpus": {"train_file": "a.txt"}}, "go together"),
         ({"run": "../elsewhere"}, "`run`"),
+        ({"pack": "llada_image", "adapter": {"vocabulary": 50}}, "the slots of pack llada_image have no seed table"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(given, words):
@@ -38,9 +39,15 @@ def test_values_that_arrive_as_strings_are_understood():
     assert settings.run == "demo"
 
 
-def test_resolved_settings_load_to_themselves():
-    settings = config.load({"pack": "pixart", "precompute": {"teacher": "synthetic"}})
+@pytest.mark.parametrize("pack", packs.names())
+def test_resolved_settings_load_to_themselves(pack):
+    settings = config.load({"pack": pack, "precompute": {"teacher": "synthetic"}})
     assert config.load(settings.model_dump()) == settings
+
+
+def test_a_pack_without_a_vocabulary_has_no_seed_table(tmp_path):
+    config.write_stage_settings(config.load({"pack": "llada_image", "runs_dir": str(tmp_path)}))
+    assert "seed_table.json" not in [path.name for path in (tmp_path / "llada_image/settings").iterdir()]
 
 
 def test_stage_settings_are_rewritten_only_when_they_change_and_only_their_own(tmp_path):

@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
+from safetensors.torch import save_file
 from test_training import go
-from trainer import checkpoints, corpus_files, evaluation, export, snapshots
+from trainer import checkpoints, config, corpus_files, evaluation, export, packs, scoring, snapshots
+from trainer.adapters.resampler import Resampler
+from trainer.batches import collate
 from trainer.errors import TrainerError
+from trainer.files import read_json
+from trainer.materials import Record
 from trainer.shards import Shard
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    settings = tiny_runs.settings(tmp_path_factory.mktemp("trained"), steps=60, keep_every=10, lr=3e-3)
+def train_and_export(folder, pack):
+    settings = tiny_runs.settings(folder, pack, steps=60, keep_every=10, lr=3e-3)
     inputs = tiny_runs.make(settings)
     go(settings, inputs)
     out = Path(settings.gguf)
@@ -23,12 +27,27 @@ def trained(tmp_path_factory):
     return settings, inputs, out
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_and_export(tmp_path_factory.mktemp("trained"), "pixart")
+
+
+@pytest.fixture(scope="module")
+def seedless(tmp_path_factory):
+    return train_and_export(tmp_path_factory.mktemp("seedless"), "llada_image")
+
+
+@pytest.fixture(params=["trained", "seedless"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
 def expected_layout(width, depth, student, teacher, queries, vocabulary):
-    """contracts: names, torch shapes and types of a seeded resampler."""
+    """contracts: names, torch shapes and types of a resampler, seeded if it has a vocabulary."""
     f16, f32 = np.float16, np.float32
-    layout = {
+    layout = {"t5_embed.weight": ((vocabulary, width), f16)} if vocabulary else {}
+    layout |= {
         "query": ((queries, width), f32),
-        "t5_embed.weight": ((vocabulary, width), f16),
         "in_proj.weight": ((width, student), f16),
         "in_proj.bias": ((width,), f32),
         "ln_out.weight": ((width,), f32),
@@ -50,16 +69,29 @@ def expected_layout(width, depth, student, teacher, queries, vocabulary):
     return {f"adapter.{name}": value for name, value in layout.items()}
 
 
-def test_names_shapes_and_types_are_the_engines(trained):
-    _settings, _, out = trained
+def test_names_shapes_and_types_are_the_engines(either):
+    settings, _, out = either
     found = {name: (array.shape, array.dtype.type) for name, array in export.read_arrays(out).items()}
-    assert found == expected_layout(
-        64, 1, tiny_runs.STUDENT, tiny_runs.TEACHER, tiny_runs.QUERIES, tiny_runs.VOCABULARY
-    )
+    vocabulary = settings.adapter.vocabulary
+    assert found == expected_layout(64, 1, tiny_runs.STUDENT, tiny_runs.TEACHER, tiny_runs.QUERIES, vocabulary)
+    keys = export.read_keys(out)
+    assert keys["adapter.kind"] == ("seeded_resampler" if vocabulary else "resampler")
+    assert keys.get("adapter.t5_vocab") == vocabulary
 
 
-def test_a_full_size_pixart_file_has_176_tensors():
-    assert len(expected_layout(1024, 6, 1024, 4096, 120, 32128)) == 176
+def test_a_full_size_file_has_as_many_tensors_as_published_ones():
+    assert len(expected_layout(1024, 6, 1024, 4096, 120, 32128)) == 176  # PixArt
+    assert len(expected_layout(1024, 6, 1024, 2560, 256, None)) == 175  # LLaDA-Image
+
+
+@pytest.mark.parametrize("vocabulary", [50, None])
+def test_an_adapter_is_known_from_the_names_and_shapes_of_its_tensors(vocabulary):
+    adapter = Resampler(32, 48, 128, 2, 12, vocabulary)
+    found = Resampler.of({name: tensor.half() for name, tensor in adapter.state_dict().items()})
+    assert {n: t.shape for n, t in found.state_dict().items()} == {n: t.shape for n, t in adapter.state_dict().items()}
+    assert (found.t5_embed is None) == (vocabulary is None)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp\.0\.bias"):
+        Resampler.of({n: t for n, t in adapter.state_dict().items() if n != "blocks.1.mlp.0.bias"})
 
 
 def plain_forward(tensors, student, slots):
@@ -82,9 +114,9 @@ def plain_forward(tensors, student, slots):
         return linear(torch.cat(parts, -1), f"{name}.o")
 
     kv = linear(student.double(), "in_proj")
-    padded = torch.zeros(len(t["query"]), dtype=torch.int64)
-    padded[: len(slots)] = torch.tensor(slots)
-    q = t["query"] + t["t5_embed.weight"][padded]
+    q = t["query"]
+    if slots:
+        q = q + t["t5_embed.weight"][torch.tensor(slots + [0] * (len(q) - len(slots)))]
     depth = 1 + max(int(name.split(".")[1]) for name in t if name.startswith("blocks."))
     for n in range(depth):
         own = norm(q, f"blocks.{n}.ln_self")
@@ -93,33 +125,38 @@ def plain_forward(tensors, student, slots):
         hidden = linear(norm(q, f"blocks.{n}.ln_mlp"), f"blocks.{n}.mlp.0")
         hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
         q = q + linear(hidden, f"blocks.{n}.mlp.2")
-    return linear(norm(q, "ln_out"), "out_proj")[: len(slots)]
+    return linear(norm(q, "ln_out"), "out_proj")
 
 
-def test_the_file_answers_as_the_checkpoint_does_to_f16_rounding(trained):
-    _settings, inputs, out = trained
+def test_the_file_answers_as_the_checkpoint_does_to_f16_rounding(either):
+    _settings, inputs, out = either
     weights, scale = checkpoints.unpack(checkpoints.load(inputs.run / "checkpoints" / "best.safetensors")[0])
-    ours = evaluation.SeededResampler.of(weights)
+    ours = Resampler.of(weights)
     arrays = export.read_arrays(out)
     shard = Shard(inputs.val[0])
     for number in range(5):
         row = shard.rows(number)
-        slots = torch.zeros(1, tiny_runs.QUERIES, dtype=torch.int64)
-        slots[0, : len(row.slots)] = torch.tensor(row.slots)
-        trunk = ours(scale.student(row.student)[None], None, slots)
-        mine = scale.raw(ours.head(trunk[0, : len(row.slots)]))
-        from_file = plain_forward(arrays, row.student, row.slots).float()
-        assert (mine - from_file).abs().max() < 5e-3 * mine.abs().max()
+        batch = collate([(shard, number)], tiny_runs.QUERIES)
+        mine = scoring.predictor(ours, scale)(batch)
+        from_file = plain_forward(arrays, row.student, row.slots).float()[: len(row.target)]
+        mean = scale.target_mean
+        assert (mine - from_file).abs().max() < 5e-3 * (mine - mean).abs().max()
 
 
-def test_evaluation_gives_the_figure_of_training(trained):
-    settings, inputs, out = trained
+def test_evaluation_gives_the_figure_of_training(either):
+    settings, inputs, out = either
+    metric = packs.get(settings.pack).metric
     best = inputs.run / "checkpoints" / "best.safetensors"
-    result = evaluation.evaluate(settings, out, best, inputs.val, {})
+    mean = checkpoints.load(best)[0]["scale.target_mean"]
+    result = evaluation.evaluate(settings, out, mean, best, inputs.val, {})
     metrics = result["metrics"]
-    assert metrics["cos"] == pytest.approx(checkpoints.read_meta(best)["val"]["cos"], abs=1e-4)
+    assert metrics[metric] == pytest.approx(checkpoints.read_meta(best)["val"][metric], abs=1e-4)
+    assert export.read_keys(out)["adapter.val_cos"] == pytest.approx(metrics[metric], abs=1e-4)
     assert metrics["roundtrip_cos"] > 0.99999
-    assert metrics["cos"] > metrics["baseline_cos"]
+    assert metrics[metric] > metrics["baseline_cos"] + 0.1
+    assert metrics["baseline_cos"] == 0 or metric == "cos"
+    assert ("cos_eos" in metrics) == (settings.pack == "pixart")
+    assert result["worst"][0]["cos"] == min(sample["cos"] for sample in result["worst"]) < metrics[metric]
     assert result["val_rows"] == inputs.index["val"]["rows"]
 
 
@@ -142,11 +179,11 @@ def test_the_same_checkpoint_gives_the_same_bytes(trained):
     assert out.read_bytes() == before
 
 
-def test_a_kept_step_exports_bit_for_bit_what_a_snapshot_at_that_step_would_have_been(trained, tmp_path):
-    settings, _inputs, _ = trained
+def test_a_kept_step_exports_bit_for_bit_what_a_snapshot_at_that_step_would_have_been(either, tmp_path):
+    settings, _inputs, _ = either
     settings.snapshot.at = "30"
     later = snapshots.take(settings, tiny_runs.RECORDS, {})
-    stopped = tiny_runs.settings(tmp_path, steps=60, lr=3e-3)
+    stopped = tiny_runs.settings(tmp_path, settings.pack, steps=60, lr=3e-3)
     with pytest.raises(TrainerError, match="stopped at step 30"):
         go(stopped, tiny_runs.make(stopped), stop_at=30)
     stopped.snapshot.at = "newest"
@@ -154,7 +191,12 @@ def test_a_kept_step_exports_bit_for_bit_what_a_snapshot_at_that_step_would_have
     one, other = export.read_arrays(later), export.read_arrays(then)
     assert one.keys() == other.keys()
     assert all(np.array_equal(one[name], other[name]) for name in one)
-    assert later.name == then.name == "pig_t5_adapter-step30-f16.gguf"
+    assert later.name == then.name == f"{packs.get(settings.pack).file_name}-step30-f16.gguf"
+    (one,), (other,) = (
+        [s["eval"] for s in read_json(Path(made.folder) / "snapshots.json")["snapshots"] if s["step"] == 30]
+        for made in (settings, stopped)
+    )
+    assert one == other
 
 
 def test_snapshots_are_listed_with_their_scores(trained):
@@ -162,8 +204,7 @@ def test_snapshots_are_listed_with_their_scores(trained):
     for at in ("best", "10", "newest"):
         settings.snapshot.at = at
         snapshots.take(settings, tiny_runs.RECORDS, {})
-    entries = export.Path(inputs.run / "snapshots.json")
-    listed = snapshots.read_json(entries)["snapshots"]
+    listed = read_json(inputs.run / "snapshots.json")["snapshots"]
     assert {10, 60} <= {entry["step"] for entry in listed}
     assert all(entry["eval"]["cos"] > 0 and Path(entry["path"]).exists() for entry in listed)
 
@@ -233,7 +274,7 @@ def test_another_runs_file_is_not_scored_as_ones_own(trained):
     settings, inputs, out = trained
     other = settings.model_copy(update={"run": "other"})
     with pytest.raises(TrainerError, match="belongs to run tiny, not to run other: nothing was scored"):
-        evaluation.evaluate(other, out, None, inputs.val, {})
+        evaluation.evaluate(other, out, torch.zeros(tiny_runs.TEACHER), None, inputs.val, {})
 
 
 def test_a_truncated_file_is_refused_in_words(trained, tmp_path):
@@ -254,3 +295,58 @@ def test_a_synthetic_teacher_is_told_in_the_file_and_in_its_name(tmp_path):
     assert out.name == "pig_t5_adapter-synthetic-f16.gguf"
     assert export.read_keys(out)["adapter.teacher"] == "synthetic"
     assert "adapter.teacher_digest" not in gguf.GGUFReader(out).fields
+
+
+def sigvq(folder, **tensors):
+    """A snapshot like SigVQ's, in two files, and its record."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {
+        "visual.patch_embed.proj.weight": (8, 3, 4, 4),
+        "visual.blocks.0.norm1.weight": (8,),
+        "vqmodel.quantize.embedding.weight": (40, 8),
+    }
+    made = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()} | tensors
+    names = [f"sigvq/diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    (folder / "sigvq").mkdir(parents=True)
+    for n, name in enumerate(names):
+        save_file(dict(list(made.items())[n::2]), folder / name)
+    files = [{"name": name, "bytes": 1, "sha256": "0"} for name in ["sigvq/config.json", *names]]
+    record = Record(
+        "sigvq", "hub", "t", "companion", str(folder), "path", "example/llada", "b" * 40, None, None, files, "d3"
+    )
+    return made, record
+
+
+def test_the_companion_has_every_tensor_under_its_own_name_in_f16(tmp_path):
+    settings = tiny_runs.settings(tmp_path, "llada_image")
+    made, record = sigvq(tmp_path / "snapshot")
+    out = Path(settings.companion)
+    assert out.name == "pig_llada_adapter_sigvq-f16.gguf"
+    settings.export.copy_to = str(tmp_path / "models")
+    export.export_companion(settings, record, out)
+    found = export.read_arrays(out)
+    assert found.keys() == made.keys()
+    for name, tensor in made.items():
+        assert found[name].dtype == np.float16
+        assert np.array_equal(found[name], tensor.half().numpy())
+    keys = export.read_keys(out)
+    assert (keys["general.architecture"], keys["companion.repository"]) == ("pig", "example/llada")
+    assert (tmp_path / "models" / out.name).read_bytes() == out.read_bytes()
+    other = settings.model_copy(update={"run": "other"})
+    with pytest.raises(TrainerError, match="belongs to run tiny"):
+        export.export_companion(other, record, out)
+
+
+def test_a_companion_that_f16_cannot_hold_is_refused_and_not_written(tmp_path):
+    settings = tiny_runs.settings(tmp_path, "llada_image")
+    _, record = sigvq(tmp_path / "snapshot", large=torch.tensor([1.0, 7e4]))
+    with pytest.raises(TrainerError, match=r"tensor large of .* has a value that f16 cannot hold"):
+        export.export_companion(settings, record, Path(settings.companion))
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_a_companion_is_written_only_where_there_is_one_and_it_is_wanted(tmp_path):
+    assert tiny_runs.settings(tmp_path).companion is None
+    wanted = tiny_runs.settings(tmp_path, "llada_image").model_dump()
+    for change in ({"export": wanted["export"] | {"companion": False}}, {"precompute": {"teacher": "synthetic"}}):
+        assert config.load(wanted | change).companion is None

@@ -12,11 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
+from trainer import packs
 from trainer.errors import TrainerError
 from trainer.streaming import Part
 from trainer.teachers import llada, llada2_moe
 
-PROMPTS = ["a red fox in the snow", "", "the cat, 8 trees", "fox " * 12 + "ring"]
+
+def prompted(text: str) -> str:
+    return "".join(packs.get("llada_image").template.around(text))
+
+
+PROMPTS = [prompted(text) for text in ("a red fox in the snow", "", "the cat, 8 trees", "fox " * 12 + "ring")]
 State = dict[str, Tensor]
 
 
@@ -68,7 +74,7 @@ def refusal(path: Path, dtype: torch.dtype = torch.float32) -> str:
 
 def test_ids_are_those_of_the_template(snapshot: Path) -> None:
     teacher = llada.load(snapshot, torch.float32)
-    ids = teacher.tokenize(["a {red} fox", ""], 3)
+    ids = teacher.tokenize([prompted("a {red} fox"), prompted("")], 3)
     texts = [teacher.tokenizer.decode(row, skip_special_tokens=False) for row in ids]
     assert texts == [
         "<role>HUMAN</role> Generate an image: a {red} fox\n<role>ASSISTANT</role>\n<IMAGE1>",
@@ -81,9 +87,9 @@ def test_ids_are_those_of_the_template(snapshot: Path) -> None:
 
 def test_ids_are_cut_where_the_pipeline_cuts_them(snapshot: Path) -> None:
     teacher = llada.load(snapshot, torch.float32)
-    (long,) = teacher.tokenize(["fox? " * 3000], 120)
+    (long,) = teacher.tokenize([prompted("fox? " * 3000)], 120)
     assert len(long) == 2048
-    assert long[:20] == teacher.tokenize(["fox? " * 30], 120)[0][:20]
+    assert long[:20] == teacher.tokenize([prompted("fox? " * 30)], 120)[0][:20]
 
 
 def test_rows_equal_the_published_equations(snapshot: Path) -> None:

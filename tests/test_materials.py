@@ -162,6 +162,64 @@ def test_another_model_is_refused_by_key_found_and_needed_value(tmp_path, key, v
     assert f"{key} {value!r}, not {needed!r}" in text
 
 
+def llada_files(folder):
+    """A whole LLaDA-Image snapshot, tiny: a folder a component, one of them in two files with an index."""
+    configs = {
+        "model_index.json": {},
+        "text_encoder/config.json": {"model_type": "llada2_moe"},
+        "text_encoder/model.safetensors.index.json": {
+            "weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+        },
+        "queryformer/config.json": {},
+        "text_projection/config.json": {"projection_dim": 8},
+        "tokenizer/tokenizer.json": {},
+        "tokenizer/tokenizer_config.json": {},
+        "transformer/config.json": {},
+    }
+    for name, values in configs.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(values))
+    (folder / "text_encoder/modeling_llada2_moe.py").write_text("raise SystemExit")
+    for n in (1, 2):
+        save_file({f"w{n}": np.ones(3, np.float32)}, folder / f"text_encoder/model-0000{n}-of-00002.safetensors")
+    for name in ("queryformer/diffusion_pytorch_model", "text_projection/model", "sigvq/diffusion_pytorch_model"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        save_file({"w": np.ones(3, np.float32)}, folder / f"{name}.safetensors")
+    return folder
+
+
+def test_a_snapshot_of_several_components_is_checked_in_each_and_its_code_is_left_out(tmp_path):
+    folder = llada_files(tmp_path / "LLaDA-Image-Turbo")
+    given = {"pack": "llada_image", "adapter": {"teacher_dim": 8}, "materials": {"search": [str(tmp_path)]}}
+    made = settings(tmp_path, **given)
+    record = finding.prepare(made, "teacher")
+    names = [file["name"] for file in record.files]
+    assert len(names) == 11
+    assert not [name for name in names if name.startswith(("transformer", "sigvq")) or name.endswith(".py")]
+    assert [file["name"] for file in finding.prepare(made, "sigvq").files] == [
+        "sigvq/diffusion_pytorch_model.safetensors"
+    ]
+    given["materials"] = {"paths": {"teacher": str(folder), "sigvq": str(folder)}}
+    made = settings(tmp_path, "b", **given)
+    assert finding.prepare(made, "teacher").digest == record.digest
+    (folder / "text_projection/config.json").write_text('{"projection_dim": 16}')
+    assert "its text_projection/config.json has projection_dim 16, not 8" in refusal(finding.prepare, made, "teacher")
+    (folder / "text_projection/config.json").write_text('{"projection_dim": 8}')
+    (folder / "text_encoder/model-00002-of-00002.safetensors").unlink()
+    assert "names model-00002-of-00002.safetensors" in refusal(finding.prepare, made, "teacher")
+    (folder / "queryformer/diffusion_pytorch_model.safetensors").unlink()
+    assert "it has no queryformer/*.safetensors" in refusal(finding.prepare, made, "teacher")
+    weights = folder / "sigvq/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "truncated" in refusal(finding.prepare, made, "sigvq")
+
+
+def test_a_companion_is_no_part_of_what_the_adapter_is_made_from():
+    made = Settings.model_validate({"pack": "llada_image"})
+    assert "sigvq" not in materials.ids(made)
+    assert materials.ids(made, role="companion") == ["sigvq"]
+
+
 def test_pickled_weights_are_never_used(tmp_path):
     folder = teacher_files(tmp_path / "teacher")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

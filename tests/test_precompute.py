@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from trainer import config, precompute, shard_index, shards, streaming, teachers
+from trainer import config, packs, precompute, shard_index, shards, streaming, teachers, tokenization
 from trainer.errors import TrainerError
 from trainer.materials import Record
 from workflow import prompts
@@ -208,6 +208,19 @@ def test_an_index_refuses_blocks_that_shared_the_prompts_out_differently(tmp_pat
     assert shard_index.index([train, train], [train, train], "pixart")["train"]["samples"] == 8
     with pytest.raises(TrainerError, match="number of shards was changed"):
         shard_index.index([train, train], [train], "pixart")
+
+
+def test_a_pack_without_seeds_has_a_row_for_every_query_and_the_student_reads_its_template(tmp_path, records):
+    shape = {"width": 64, "depth": 1, "student_dim": 64, "teacher_dim": 64, "queries": 24}
+    options = {"device": "cpu", "block_shards": 2, "student_dtype": "f32", "teacher": "synthetic"}
+    made = config.load({"pack": "llada_image", "runs_dir": str(tmp_path), "adapter": shape, "precompute": options})
+    block = precompute.Block(made, records, Asked(), 10**9)
+    block.fill(tmp_path / "0000.json", 0, 2, corpus(tmp_path / "train.jsonl", ["", "a red fox"]))
+    shard = shards.Shard(tmp_path / "0000-00.safetensors")
+    tokenizer = tokenization.student_tokenizer(Path(records["student"].path), Path(records["tokenizer"].path))
+    (ids,) = tokenizer.encode([""], packs.get("llada_image").template)
+    (row,) = (row for row in map(shard.rows, range(len(shard))) if row.id == "0" * 16)
+    assert (row.slots, len(row.target), len(row.student)) == ([], 24, len(ids))
 
 
 def test_the_synthetic_teacher_is_recorded_in_the_shard(tmp_path, records):

@@ -114,6 +114,20 @@ def test_a_synthetic_teacher_is_said_first_and_the_engines_command_is_ready_for_
     assert words[words.index("-p") + 1] == "close-up portrait of a young lady"
 
 
+def test_a_pack_of_the_centred_cosine_shows_it_as_its_figure_and_how_to_use_the_second_file(tmp_path):
+    folder, settings = finished_run.build(tmp_path, pack="llada_image")
+    evaluation = json.loads((folder / "eval.json").read_text())
+    del evaluation["metrics"]["cos_eos"]
+    (folder / "eval.json").write_text(json.dumps(evaluation))
+    page = html.unescape(written(folder, settings))
+    assert "centred validation cosine" in page
+    assert '<div class="big">0.9512</div>' in page
+    assert "cos_eos" not in page
+    assert f"--llm_vision {settings.companion} -r reference.png" in page
+    settings.export.companion = False
+    assert "--llm_vision" not in written(folder, settings)
+
+
 def test_a_missing_stage_is_named(tmp_path):
     folder, settings = finished_run.build(tmp_path)
     (folder / "eval.json").unlink()

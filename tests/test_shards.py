@@ -77,6 +77,27 @@ def test_the_moments_are_those_of_all_rows(tmp_path):
     assert torch.allclose(scale.target_std, target.std(0, correction=0), rtol=1e-4)
 
 
+def test_rows_without_slots_come_back_as_written_and_carry_no_ids_in_a_batch(tmp_path):
+    samples = tiny_runs.seedless_rows(5, 1)
+    tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
+    shard = shards.Shard(tmp_path / "a.safetensors")
+    assert all(torch.equal(shard.rows(n).target, sample.target) for n, sample in enumerate(samples))
+    assert shard.rows(3).slots == []
+    batch = collate([(shard, n) for n in range(5)], tiny_runs.QUERIES)
+    assert batch.slots is None
+    assert [len(part.target) for part in batch.split(3)] == [3 * tiny_runs.QUERIES, 2 * tiny_runs.QUERIES]
+
+
+def test_the_rows_of_a_batch_that_have_a_target_are_packed_in_its_order(tmp_path):
+    for samples in (tiny_runs.rows(6, 1), tiny_runs.seedless_rows(6, 1)):
+        tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
+        shard = shards.Shard(tmp_path / "a.safetensors")
+        batch = collate([(shard, n) for n in range(6)], tiny_runs.QUERIES)
+        rows = torch.arange(6)[:, None] * 100 + torch.arange(tiny_runs.QUERIES)
+        expected = [100 * n + slot for n, sample in enumerate(samples) for slot in range(len(sample.target))]
+        assert batch.packed(rows[..., None])[:, 0].tolist() == expected
+
+
 def test_a_split_batch_is_the_batch(tmp_path):
     tiny_runs.write_shard(tmp_path / "a.safetensors", tiny_runs.rows(11, 1))
     shard = shards.Shard(tmp_path / "a.safetensors")
@@ -85,7 +106,7 @@ def test_a_split_batch_is_the_batch(tmp_path):
     assert [len(p) for p in parts] == [4, 4, 3]
     assert torch.equal(torch.cat([p.target for p in parts]), batch.target)
     for part in parts:
-        assert part.real.sum() == len(part.target)
+        assert part.counts.sum() == len(part.target)
         assert part.mask.any(0).all()
 
 

@@ -262,7 +262,7 @@ def test_minilm_equals_transformers() -> None:
 
 
 def test_synthetic_rows_follow_from_the_prompt_alone() -> None:
-    teacher, twin = Synthetic(32128, 64), Synthetic(32128, 64)
+    teacher, twin = Synthetic(32128, 64, 120), Synthetic(32128, 64, 120)
     ids = teacher.tokenize(PROMPTS, 48)
     assert ids[1] == [1]
     assert all(row[-1] == 1 and min(row[:-1], default=2) >= 2 and max(row) < 32128 for row in ids)
@@ -271,13 +271,27 @@ def test_synthetic_rows_follow_from_the_prompt_alone() -> None:
     assert_batch_equals_alone(teacher)
 
 
+def test_synthetic_rows_without_a_vocabulary_are_one_for_every_query() -> None:
+    teacher = Synthetic(None, 64, 40)
+    ids = teacher.tokenize(["a red fox", "snow"], 40)
+    assert [len(row) for row in ids] == [4, 2]
+    rows = run_teacher.rows(teacher, *padded(ids))
+    assert rows.shape == (2, 40, 64)
+    torch.testing.assert_close(rows[1:], run_teacher.rows(teacher, *padded(ids[1:])))
+    table, positions = teacher.embeddings(), teacher.positions
+    for row, tokens in zip(rows, ids, strict=True):
+        for query in (0, 3, 39):
+            expected = table[tokens].mean(0) + table[tokens[query % len(tokens)]] / 2 + positions[query]
+            torch.testing.assert_close(row[query], expected, atol=1e-5, rtol=1e-4)
+
+
 def test_synthetic_rows_are_made_of_the_table() -> None:
     """Token, position and half the row before: a seed table and the student's states can say all of it."""
-    teacher = Synthetic(500, 96)
-    ids, length = torch.tensor([[7, 9, 1]]), torch.tensor([3])
-    rows, other = (run_teacher.rows(teacher, it, length)[0] for it in (ids, torch.zeros_like(ids)))
-    plain = teacher.embeddings()[ids[0]] - teacher.embeddings()[0]  # positions cancel out
-    torch.testing.assert_close((rows - other)[0], plain[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close((rows - other)[1:], plain[1:] + 0.5 * plain[:-1], atol=1e-5, rtol=1e-5)
+    teacher = Synthetic(500, 96, 40)
+    ids = torch.tensor([[7, 9, 1]])
+    rows = run_teacher.rows(teacher, ids, torch.tensor([3]))[0]
+    plain = teacher.embeddings()[ids[0]] + teacher.positions[:3]
+    torch.testing.assert_close(rows[0], plain[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rows[1:], plain[1:] + 0.5 * plain[:-1], atol=1e-5, rtol=1e-5)
     assert teacher.embeddings().shape == (500, 96)
     assert teacher.embeddings().std() == pytest.approx(1, abs=0.1)

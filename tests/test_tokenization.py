@@ -7,6 +7,8 @@ import gguf
 import pytest
 import tiny_models
 from trainer.errors import TrainerError
+from trainer.packs import llada_image
+from trainer.packs.base import Template
 from trainer.tokenization import QWEN_PAD, student_tokenizer
 from transformers import AutoTokenizer
 
@@ -144,6 +146,26 @@ def test_qwen2_has_the_ids_of_the_engine(without_keys: Path, tmp_path: Path) -> 
     ids = tokenizer.encode(["<|endoftext|><|im_start|>user\n<|im_end|><|vision_start|><|image_pad|>", "assistant", ""])
     # contracts/ggk-engine.md 4, and ids known from Qwen2.
     assert ids == [[151643, 151644, 872, 198, 151645, 151652, 151655], [77091], [151643]]
+
+
+def test_a_prompt_is_read_in_its_template_piece_by_piece(without_keys: Path, folder: Path) -> None:
+    tokenizer = student_tokenizer(without_keys, folder)
+    template = Template(pieces=("User:", " {prompt}", "\n"), empty=("Nothing",))
+    a, prompt, b, nothing = tokenizer.encode(["User:", " a {prompt}\n", "\n", "Nothing"])
+    assert tokenizer.encode(["a {prompt}\n", ""], template) == [a + prompt + b, nothing]
+    assert tokenizer.encode(["User: a {prompt}\n\n"]) != [a + prompt + b]  # whole, the line feeds are one token
+
+
+def test_llada_image_has_the_template_of_the_engine(without_keys: Path, tmp_path: Path) -> None:
+    if not tiny_models.shared("tokenizers/qwen2/merges.txt"):
+        pytest.skip("no shared/tokenizers beside the checkout")
+    tokenizer = student_tokenizer(without_keys, tiny_models.qwen2_tokenizer(tmp_path, merges=None))
+    empty, fox = tokenizer.encode(["", "a fox"], llada_image.PACK.template)
+    text = "<role>HUMAN</role> Generate an image.\n<role>ASSISTANT</role>\n<IMAGE1>"
+    assert (len(empty), tokenizer.backend.decode(empty)) == (24, text)  # contracts/ggk-engine.md 4
+    assert tokenizer.backend.decode(fox) == text.replace("image.", "image: a fox")
+    pieces = "<role>HUMAN</role> Generate an image:", " a fox", "\n<role>ASSISTANT</role>\n<IMAGE1>"
+    assert fox == [token for piece in tokenizer.encode(list(pieces)) for token in piece]
 
 
 def test_student_without_tokenizer_needs_a_folder(without_keys: Path) -> None:

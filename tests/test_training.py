@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -53,11 +54,13 @@ def assert_same(one, other):
         assert all(torch.equal(one[name][key], other[name][key]) for key in one[name]), name
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 7, 13, 19])
-def test_a_run_stopped_and_resumed_ends_in_the_same_bytes(tmp_path, stop_at):
-    plain = tiny_runs.settings(tmp_path / "a")
+@pytest.mark.parametrize(
+    ("pack", "stop_at"), [*(("pixart", step) for step in (1, 4, 7, 13, 19)), ("llada_image", 7), ("llada_image", 13)]
+)
+def test_a_run_stopped_and_resumed_ends_in_the_same_bytes(tmp_path, pack, stop_at):
+    plain = tiny_runs.settings(tmp_path / "a", pack)
     go(plain, tiny_runs.make(plain))
-    broken = tiny_runs.settings(tmp_path / "b")
+    broken = tiny_runs.settings(tmp_path / "b", pack)
     inputs = tiny_runs.make(broken)
     with pytest.raises(training.StoppedError, match="same command resumes"):
         go(broken, inputs, stop_at=stop_at)
@@ -84,6 +87,58 @@ def test_training_learns_and_the_best_checkpoint_has_the_best_figure(tmp_path):
     assert cosines[-1] > cosines[0] + 0.2
     meta = checkpoints.read_meta(inputs.run / "checkpoints" / "best.safetensors")
     assert meta["best_cos"] == pytest.approx(max(cosines), abs=1e-5)
+
+
+def test_the_metric_of_the_pack_decides_which_checkpoint_is_best(tmp_path, monkeypatch):
+    for pack, best in (("pixart", 20), ("llada_image", 10)):
+        figures = zip([0.991, 0.992, 0.993, 0.994], [0.2, 0.6, 0.4, 0.5], strict=True)
+        prepared = iter([{"cos": cos, "cos_centered": centred, "rel_mse": 0.1} for cos, centred in figures])
+        monkeypatch.setattr(training.Trainer, "validate", lambda self, prepared=prepared: next(prepared))
+        settings = tiny_runs.settings(tmp_path, pack)
+        inputs = tiny_runs.make(settings)
+        go(settings, inputs)
+        assert checkpoints.read_meta(inputs.run / "trained.safetensors")["step"] == best
+        shutil.rmtree(inputs.run)
+
+
+def test_where_rows_share_a_large_offset_only_the_centred_cosine_tells_adapters_apart(tmp_path, monkeypatch):
+    settings = tiny_runs.settings(tmp_path, "llada_image", steps=60, lr=3e-3)
+    inputs = tiny_runs.make(settings)
+    seen = []
+    metrics = scoring.Scores.metrics
+    monkeypatch.setattr(scoring.Scores, "metrics", lambda self: seen.append(metrics(self)) or seen[-1])
+    go(settings, inputs)
+    assert all(figures["cos"] > 0.99 for figures in seen)  # also of the untrained adapter: it says nothing
+    centred = [figures["cos_centered"] for figures in seen]
+    assert centred[0] < 0.3 < 0.5 < max(centred)
+    assert "cos_eos" not in seen[0]
+    meta = checkpoints.read_meta(inputs.run / "checkpoints" / "best.safetensors")
+    assert meta["best_cos"] == meta["val"]["cos_centered"] == max(centred)
+    rows = list(csv.DictReader((inputs.run / "metrics.csv").open()))
+    assert [float(row["val_cos"]) for row in rows] == pytest.approx(centred, rel=1e-5)
+
+
+@pytest.mark.parametrize("pack", ["pixart", "llada_image"])
+def test_the_loss_is_that_of_the_contract(tmp_path, pack):
+    settings = tiny_runs.settings(tmp_path, pack, cos_weight=0.7)
+    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
+    trainer.autocast = False
+    shard = training.Shard(trainer.inputs.train[0])
+    figures = trainer._gradients(scoring.collate([(shard, n) for n in range(6)], tiny_runs.QUERIES))
+    scale, squared, cosines = trainer.scale, [], []
+    for row in map(shard.rows, range(6)):
+        slots = torch.tensor([row.slots + [0] * (tiny_runs.QUERIES - len(row.slots))]) if row.slots else None
+        student = (row.student.float() - scale.student_mean) / scale.student_std
+        predicted = trainer.adapter.head(trainer.adapter(student[None], None, slots)[0, : len(row.target)])
+        target = (row.target.float() - scale.target_mean) / scale.target_std
+        squared += (predicted - target).square().mean(1).tolist()
+        if pack == "pixart":  # of raw rows
+            predicted, target = predicted * scale.target_std + scale.target_mean, row.target.float()
+        cosines += torch.cosine_similarity(predicted, target).tolist()
+    mse, cosine = sum(squared) / len(squared), sum(cosines) / len(cosines)
+    assert figures["mse"].item() == pytest.approx(mse, rel=1e-4)
+    assert figures["cos"].item() == pytest.approx(cosine, abs=1e-5)
+    assert figures["loss"].item() == pytest.approx(mse + 0.7 * (1 - cosine), rel=1e-4)
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path):
@@ -172,10 +227,11 @@ def test_a_snapshot_request_keeps_the_step_and_changes_nothing_else(tmp_path):
     assert_same(weights(plain), weights(asked))
 
 
-def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("pack", ["pixart", "llada_image"])
+def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path, pack):
     gradients = []
     for micro_batch in (0, 1, 3, 5):
-        settings = tiny_runs.settings(tmp_path, micro_batch=micro_batch)
+        settings = tiny_runs.settings(tmp_path, pack, micro_batch=micro_batch)
         trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
         trainer.autocast = False  # equal up to f32 rounding; in bf16, up to that of bf16
         picks = [(shard, n) for shard in map(training.Shard, trainer.inputs.train) for n in range(4)]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from safetensors.torch import load_file
-from trainer import checkpoints, export
+import torch
+from safetensors.torch import load_file, save_file
+from trainer import checkpoints, export, packs
 from workflow import CHECKOUT, Project, prompts
 
 
@@ -84,7 +85,7 @@ def adapter(made, path=None):
     return {name: array.tobytes() for name, array in export.read_arrays(path or made.folder / GGUF).items()}
 
 
-@pytest.mark.parametrize("pack", ["demo", "pixart"])
+@pytest.mark.parametrize("pack", packs.names())
 def test_a_dry_run_lists_tens_of_jobs_with_their_reasons(tmp_path, pack):
     made = Project(tmp_path, {"pack": pack, "run": pack}, pack=pack)
     profile = str(CHECKOUT / "packs" / pack / "pack.yaml")
@@ -258,6 +259,32 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(tmp_path, models,
     best = "checkpoints/best.safetensors"
     one, other = load_file(made.run / best), load_file(undisturbed.run / best)
     assert all((one[name] == other[name]).all() for name in other)
+
+
+def test_a_pack_without_seeds_runs_from_prompts_to_its_two_files(tmp_path, models):
+    made = project(tmp_path / "p", {name: models[name] for name in ("student", "tokenizer")}, steps=60)
+    made.pack = made.settings["pack"] = "llada_image"
+    sigvq = tmp_path / "snapshot" / "sigvq"
+    sigvq.mkdir(parents=True)
+    save_file({"a": torch.randn(4, 3).bfloat16(), "b": torch.ones(3)}, sigvq / "diffusion_pytorch_model.safetensors")
+    made.write(
+        materials={"paths": made.settings["materials"]["paths"] | {"sigvq": str(sigvq.parent)}},
+        precompute={"teacher": "synthetic"},
+    )
+    assert not {"companion", "seed_table"} & made.planned().keys()
+    made.snakemake()
+    result = made.json("eval.json")
+    assert (result["kind"], result["synthetic"], result["metrics"]["baseline_cos"]) == ("resampler", True, 0)
+    assert result["metrics"]["cos_centered"] > 0.2
+    assert (made.run / "report.html").exists()
+    assert made.planned() == {}
+    made.write(precompute={"teacher": "real"})
+    assert made.planned()["companion"] == 1
+    made.snakemake("companion")
+    arrays = export.read_arrays(made.folder / "runs/pig_llada_adapter_sigvq-f16.gguf")
+    assert {name: array.shape for name, array in arrays.items()} == {"a": (4, 3), "b": (3,)}
+    made.write(export={"companion": False})
+    assert "companion" not in made.planned()
 
 
 def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):

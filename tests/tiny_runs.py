@@ -11,12 +11,13 @@ from trainer.training import Inputs
 STUDENT, TEACHER, QUERIES, VOCABULARY = 32, 48, 12, 50
 
 
-def settings(tmp_path: Path, **train) -> Settings:
+def settings(tmp_path: Path, pack: str = "pixart", **train) -> Settings:
     train = {"steps": 20, "batch_size": 8, "warmup": 3, "val_every": 5, "save_every": 5, "log_every": 5} | train
-    shape = {"student_dim": STUDENT, "teacher_dim": TEACHER, "queries": QUERIES, "vocabulary": VOCABULARY}
+    shape = {"student_dim": STUDENT, "teacher_dim": TEACHER, "queries": QUERIES}
+    shape |= {"vocabulary": VOCABULARY} if pack == "pixart" else {}
     return config.load(
         {
-            "pack": "pixart",
+            "pack": pack,
             "run": "tiny",
             "runs_dir": str(tmp_path / "runs"),
             "adapter": {"width": 64, "depth": 1} | shape,
@@ -41,6 +42,21 @@ def rows(count: int, seed: int, dim_scale: float = 1.0) -> list[shards.Rows]:
     return samples
 
 
+def seedless_rows(count: int, seed: int) -> list[shards.Rows]:
+    """Samples like LLaDA-Image's: a row for every query, and an offset far larger than what tells rows apart."""
+    generator = torch.Generator().manual_seed(seed)
+    fixed = torch.Generator().manual_seed(0)
+    mix = torch.randn(QUERIES, STUDENT, TEACHER, generator=fixed) * 100 / STUDENT**0.5
+    offset = 2000 * torch.randn(TEACHER, generator=fixed)
+    samples = []
+    for number in range(count):
+        length = int(torch.randint(1, 9, (), generator=generator))
+        student = torch.randn(length, STUDENT, generator=generator) * 3 + 1
+        target = offset + student.mean(0) @ mix
+        samples.append(shards.Rows(f"{seed:08x}{number:08x}", [], student.bfloat16(), target.bfloat16()))
+    return samples
+
+
 def write_shard(path: Path, samples: list[shards.Rows], inputs: str = "inputs") -> dict:
     shards.write(path, samples, {"inputs": inputs, "contract": "t5xxl_pixart/1", "skipped": []}, (STUDENT, TEACHER))
     header = shards.Shard(path).header
@@ -50,12 +66,14 @@ def write_shard(path: Path, samples: list[shards.Rows], inputs: str = "inputs") 
 
 
 def make(settings: Settings, shards_count: int = 3, per_shard: int = 20) -> Inputs:
-    """Shards, their index and a seed table in the run's folder."""
+    """Shards, their index and, for seeded slots, a seed table in the run's folder."""
     run = Path(settings.folder)
+    seeded = settings.adapter.vocabulary is not None
+    make_rows = rows if seeded else seedless_rows
     splits = {}
     for split, count, seed in (("train", shards_count, 10), ("val", 1, 90)):
         files = [run / "shards" / split / f"0000-{number:02d}.safetensors" for number in range(count)]
-        entries = [write_shard(file, rows(per_shard, seed + number)) for number, file in enumerate(files)]
+        entries = [write_shard(file, make_rows(per_shard, seed + number)) for number, file in enumerate(files)]
         splits[split] = (
             files,
             {
@@ -64,14 +82,15 @@ def make(settings: Settings, shards_count: int = 3, per_shard: int = 20) -> Inpu
             },
         )
     index = {
-        "pack": "pixart",
+        "pack": settings.pack,
         "synthetic": settings.precompute.teacher == "synthetic",
         **{split: entry for split, (_, entry) in splits.items()},
     }
     write_json(run / "shards.json", index)
-    table = seed_table.compress(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(1)), 64)
-    checkpoints.save(run / "shards" / "seed_table.safetensors", {"table": table}, {"width": 64})
-    return Inputs(run, index, splits["train"][0], splits["val"][0], run / "shards" / "seed_table.safetensors")
+    if seeded:
+        table = seed_table.compress(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(1)), 64)
+        checkpoints.save(run / "shards" / "seed_table.safetensors", {"table": table}, {"width": 64})
+    return Inputs.read(run, seeded)
 
 
 RECORDS = [

@@ -7,7 +7,7 @@ together: samples of the whole corpus mix while few files are read at once.
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,43 +21,49 @@ from trainer.shards import Shard, to_rebuild
 class Batch:
     """Some samples, student rows and slots padded, target rows packed.
 
-    student [B, L, student_dim] bf16, mask [B, L] bool, slots [B, Q] int64 (0 at pads), real [B, Q] bool,
-    target [P, teacher_dim] bf16 in the order of `real`'s True positions.
+    student [B, L, student_dim] bf16, mask [B, L] bool, counts [B] int64: target rows of each sample,
+    target [P, teacher_dim] bf16, slots [B, Q] int64 (0 at pads) or None where slots are not seeded.
     """
 
     student: torch.Tensor
     mask: torch.Tensor
-    slots: torch.Tensor
-    real: torch.Tensor
+    counts: torch.Tensor
     target: torch.Tensor
+    slots: torch.Tensor | None
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.counts)
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on a device, without waiting for it where memory is pinned."""
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> "Batch":
         """A copy in pinned memory."""
-        return Batch(*(tensor.pin_memory() for tensor in self.tensors()))
+        return self._each(torch.Tensor.pin_memory)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All fields, in order."""
-        return self.student, self.mask, self.slots, self.real, self.target
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        fields = self.student, self.mask, self.counts, self.target, self.slots
+        return Batch(*(None if tensor is None else change(tensor) for tensor in fields))
+
+    def packed(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, Q, W] rows of all slots -> [P, W], those that have a target, in its order."""
+        if len(self.target) == len(rows) * rows.shape[1]:
+            return rows.flatten(0, 1)
+        return rows[torch.arange(rows.shape[1], device=rows.device) < self.counts[:, None]]
 
     def split(self, size: int) -> Iterator["Batch"]:
         """Parts of at most `size` samples, padding trimmed to the longest of each."""
-        ends = self.real.sum(1).cumsum(0).tolist()
+        ends = self.counts.cumsum(0).tolist()
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
             longest = int(self.mask[start:stop].sum(1).max())
             yield Batch(
                 self.student[start:stop, :longest],
                 self.mask[start:stop, :longest],
-                self.slots[start:stop],
-                self.real[start:stop],
+                self.counts[start:stop],
                 self.target[ends[start - 1] if start else 0 : ends[stop - 1]],
+                None if self.slots is None else self.slots[start:stop],
             )
 
 
@@ -67,14 +73,14 @@ def collate(picks: Sequence[tuple[Shard, int]], queries: int) -> Batch:
     longest = max(len(r.student) for r in rows)
     student = torch.zeros(len(rows), longest, rows[0].student.shape[1], dtype=torch.bfloat16)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-    slots = torch.zeros(len(rows), queries, dtype=torch.int64)
-    real = torch.zeros(len(rows), queries, dtype=torch.bool)
+    slots = torch.zeros(len(rows), queries, dtype=torch.int64) if rows[0].slots else None
     for index, sample in enumerate(rows):
         student[index, : len(sample.student)] = sample.student
         mask[index, : len(sample.student)] = True
-        slots[index, : len(sample.slots)] = torch.tensor(sample.slots)
-        real[index, : len(sample.slots)] = True
-    return Batch(student, mask, slots, real, torch.cat([r.target for r in rows]))
+        if slots is not None:
+            slots[index, : len(sample.slots)] = torch.tensor(sample.slots)
+    counts = torch.tensor([len(sample.target) for sample in rows])
+    return Batch(student, mask, counts, torch.cat([sample.target for sample in rows]), slots)
 
 
 class Order:

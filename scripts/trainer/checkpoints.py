@@ -2,7 +2,7 @@
 
 state.safetensors        everything a resume needs: weights, optimizer moments, RNG, step, position, best so far
 best.safetensors         weights (f32) and standardization at the best validation, no optimizer
-step-<N>.safetensors     kept steps: the exported tensors themselves, f16 where the GGUF has f16
+step-<N>.safetensors     kept steps: the exported tensors themselves, f16 where the GGUF has f16, and scale.target_mean
 """
 
 import json

@@ -103,20 +103,19 @@ def safetensors_names(path: Path) -> set[str]:
     return set(header)
 
 
-def check_config(folder: Path, expects: dict[str, Any]) -> None:
-    """Check values of config.json; a key `a|b` is looked up under either name.
+def check_config(folder: Path, file: str, expects: dict[str, Any]) -> None:
+    """Check values of a JSON file of a folder.
 
     Raises:
         TrainerError: the key, what was found and what is needed.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / file)
     if not isinstance(config, dict):
-        raise TrainerError(f"{folder / 'config.json'} is not a JSON object")
+        raise TrainerError(f"{folder / file} is not a JSON object")
     for key, needed in expects.items():
-        name = next((name for name in key.split("|") if name in config), key.replace("|", " or "))
-        if config.get(name) != needed:
+        if config.get(key) != needed:
             raise TrainerError(
-                f"{folder} is another model than the one needed: its config.json has {name} {config.get(name)!r}, "
+                f"{folder} is another model than the one needed: its {file} has {key} {config.get(key)!r}, "
                 f"not {needed!r}"
             )
 

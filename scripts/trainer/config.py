@@ -149,7 +149,9 @@ class Adapter(Group):
     student_dim: int | None = fixed(None, "hidden size of the student; null: what the pack's engine model needs", ge=1)
     teacher_dim: int | None = fixed(None, "size of a teacher row; null: what the pack's engine model needs", ge=1)
     queries: int | None = fixed(None, "query slots; null: what the pack's engine model needs", ge=1)
-    vocabulary: int | None = fixed(None, "rows of the seed table; null: the pack's teacher vocabulary", ge=1)
+    vocabulary: int | None = fixed(
+        None, "rows of the seed table; null: the pack's teacher vocabulary, or no table for a pack that has none", ge=1
+    )
 
 
 class Train(Group):
@@ -183,6 +185,9 @@ class Export(Group):
     name: str | None = fixed(None, "base name of the file, without -f16.gguf; null: the pack's")
     dir: str | None = fixed(None, "folder of the file; null: beside the run's folder")
     copy_to: str | None = fixed(None, "another folder to copy the file to, such as the engine's models; null: none")
+    companion: bool = live(
+        True, "also write the file that goes with the adapter, for packs that have one (llada_image: SigVQ, 2.4 GB)"
+    )
 
 
 class Evaluate(Group):
@@ -225,6 +230,10 @@ class Settings(Group):
     def _resolve(self) -> "Settings":
         pack = packs.get(self.pack)
         self.run = self.run or self.pack
+        if pack.vocabulary is None and self.adapter.vocabulary:
+            raise ValueError(
+                f"adapter.vocabulary is set, and the slots of pack {pack.name} have no seed table: remove it"
+            )
         for field in ("student_dim", "teacher_dim", "queries", "vocabulary"):
             if getattr(self.adapter, field) is None:
                 setattr(self.adapter, field, getattr(pack, field))
@@ -243,6 +252,13 @@ class Settings(Group):
     def gguf(self) -> str:
         """The exported file."""
         return f"{self.export.dir}/{self.export.name}-f16.gguf"
+
+    @property
+    def companion(self) -> str | None:
+        """The file that is written beside the exported one, of a pack that has one; none for a synthetic teacher."""
+        material = packs.get(self.pack).companion
+        wanted = self.export.companion and self.precompute.teacher == "real"
+        return f"{self.export.dir}/{self.export.name}_{material.id}-f16.gguf" if material and wanted else None
 
     def blocks(self, split: Literal["train", "val"]) -> int:
         """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
@@ -300,16 +316,17 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
         | settings.precompute.fingerprint()
         # A sample's shard depends on their number, also where the corpus stays the same.
         | {"blocks": {split: settings.blocks(split) for split in ("train", "val")}},
-        "seed_table": {
-            "pack": settings.pack,
-            "teacher": settings.precompute.teacher,
-            **settings.adapter.model_dump(include={"width", "teacher_dim", "vocabulary"}),
-        },
         "train": {"adapter": settings.adapter.fingerprint(), "train": settings.train.fingerprint()},
         "plan": {"steps": settings.train.steps},
         "export": {"run": settings.run, **settings.export.fingerprint()},
         "evaluate": settings.evaluate.fingerprint(),
     }
+    if settings.adapter.vocabulary:
+        stages["seed_table"] = {
+            "pack": settings.pack,
+            "teacher": settings.precompute.teacher,
+            **settings.adapter.model_dump(include={"width", "teacher_dim", "vocabulary"}),
+        }
     for stage in only or stages:
         write_if_changed(folder / f"{stage}.json", stages[stage])
 

@@ -1,45 +1,53 @@
 """The exported file, loaded from its tensor names as the engine does, scored on the val shards."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import cosine_similarity
 
-from trainer import checkpoints, devices, export, scoring
-from trainer.adapters.resampler import SeededResampler
+from trainer import checkpoints, devices, export, packs, scoring
+from trainer.adapters.resampler import Resampler
 from trainer.batches import Batch
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.shards import Shard
-from trainer.standardization import Standardization
 
 
-def load_adapter(path: Path, device: torch.device) -> SeededResampler:
+def load_adapter(path: Path, device: torch.device) -> Resampler:
     """The adapter of a GGUF file.
 
     Raises:
-        TrainerError: its tensors are not those of a seeded resampler.
+        TrainerError: its tensors are not those of a resampler.
     """
     tensors = export.read_tensors(path)
     try:
-        return SeededResampler.of(tensors).to(device)
+        return Resampler.of(tensors).to(device)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise TrainerError(f"{path} does not hold a seeded resampler ({error}); export it again") from None
+        raise TrainerError(f"{path} does not hold a resampler ({error}); export it again") from None
 
 
-def evaluate(settings: Settings, gguf: Path, checkpoint: Path | None, val: list[Path], texts: dict[str, str]) -> dict:
+def evaluate(
+    settings: Settings,
+    gguf: Path,
+    mean: torch.Tensor,
+    checkpoint: Path | None,
+    val: list[Path],
+    texts: dict[str, str],
+) -> dict:
     """Score a file.
 
     Args:
         settings: of the run.
         gguf: the file.
-        checkpoint: what it was exported from, a best or state checkpoint, for the round trip and the baseline.
+        mean: the mean teacher row of the train split, [D].
+        checkpoint: what it was exported from, a best or state checkpoint, for the round trip; None: without.
         val: shards.
         texts: prompts by sample id.
 
     Returns:
-        The content of eval.json.
+        The content of eval.json. `baseline_cos` is what always answering with the mean row would have, and
+        `roundtrip_cos` the agreement of file and checkpoint, both in the pack's metric.
 
     Raises:
         TrainerError: the file is another run's (which Snakemake, going by times, may take for this one's).
@@ -47,17 +55,24 @@ def evaluate(settings: Settings, gguf: Path, checkpoint: Path | None, val: list[
     export.refuse_anothers(gguf, settings.run, "nothing was scored")
     keys = export.read_keys(gguf)
     device = devices.pick(settings.evaluate.device)
+    mean, metric = mean.to(device), packs.get(settings.pack).metric
     shards = [Shard(path) for path in val]
-    queries, size = settings.adapter.queries, settings.train.batch_size
+
+    def batches() -> Iterator[tuple[list[str], Batch]]:
+        return scoring.batches(shards, settings.train.batch_size, settings.adapter.queries)
+
+    def always_the_mean(batch: Batch) -> torch.Tensor:
+        return mean.expand(len(batch.target), -1)
+
     predict = scoring.predictor(load_adapter(gguf, device), None)
-    scores = scoring.score(predict, shards, size, queries, device)
+    scores = scoring.score(predict, batches(), mean, metric)
     metrics = scores.metrics()
+    metrics["baseline_cos"] = scoring.score(always_the_mean, batches(), mean, metric).metrics()[metric]
     if checkpoint is not None:
         weights, scale = checkpoints.unpack(checkpoints.load(checkpoint)[0])
-        scale = scale.to(device)
-        reference = scoring.predictor(SeededResampler.of(weights).to(device), scale)
-        metrics["roundtrip_cos"] = _agreement(predict, reference, shards, size, queries, device)
-        metrics["baseline_cos"] = _baseline(scale, shards, size, queries, device)
+        reference = scoring.predictor(Resampler.of(weights).to(device), scale.to(device))
+        center = mean if metric == "cos_centered" else torch.zeros_like(mean)
+        metrics["roundtrip_cos"] = _agreement(predict, reference, batches(), center)
     worst = sorted(scores.by_sample.items(), key=lambda item: (item[1], item[0]))[: settings.evaluate.worst]
     return {
         "gguf": str(gguf),
@@ -77,20 +92,13 @@ def evaluate(settings: Settings, gguf: Path, checkpoint: Path | None, val: list[
 
 
 @torch.inference_mode()
-def _agreement(one: Any, other: Any, shards: list[Shard], size: int, queries: int, device: torch.device) -> float:
-    """Mean cosine between the rows of two predictors."""
+def _agreement(
+    one: scoring.Predictor, other: scoring.Predictor, batches: Iterator[tuple[list[str], Batch]], center: torch.Tensor
+) -> float:
+    """Mean cosine between the rows of two predictors, as seen from `center`."""
     total, rows = 0.0, 0
-    for _, batch in scoring.batches(shards, size, queries):
-        batch = batch.to(device)
-        cosine = cosine_similarity(one(batch).float(), other(batch).float(), dim=-1)
+    for _, batch in batches:
+        batch = batch.to(center.device)
+        cosine = cosine_similarity(one(batch).float() - center, other(batch).float() - center, dim=-1)
         total, rows = total + cosine.double().sum().item(), rows + len(cosine)
     return total / rows
-
-
-def _baseline(scale: Standardization, shards: list[Shard], size: int, queries: int, device: torch.device) -> float:
-    """The cosine of always answering with the mean teacher row of the train split."""
-
-    def mean(batch: Batch) -> torch.Tensor:
-        return scale.target_mean.expand(len(batch.target), -1)
-
-    return scoring.score(mean, shards, size, queries, device).metrics()["cos"]

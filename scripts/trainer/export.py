@@ -1,18 +1,22 @@
-"""The adapter file: GGUF with the engine's tensor names, written aside, read back, compared, renamed."""
+"""The adapter file and its companion: GGUF for the engine, written aside, read back, compared, renamed."""
 
 import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from trainer import __version__, checkpoints
-from trainer.adapters.resampler import HEAD_DIM
+from trainer.adapters.resampler import HEAD_DIM, kind
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.files import digest, written_whole
+from trainer.materials import Record
 from trainer.packs import get as get_pack
 
 PREFIX = "adapter."
@@ -41,7 +45,7 @@ def keys(
         "general.name": settings.export.name,
         "adapter.pack": pack.name,
         "adapter.contract": pack.contract,
-        "adapter.kind": "seeded_resampler",
+        "adapter.kind": kind(tensors),
         "adapter.trainer": "gguf-trainer",
         "adapter.trainer_version": __version__,
         "adapter.run": settings.run,
@@ -51,12 +55,12 @@ def keys(
         "adapter.depth": 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("blocks.")),
         "adapter.heads": width // HEAD_DIM,
         "adapter.num_queries": tensors["query"].shape[0],
-        "adapter.t5_vocab": tensors["t5_embed.weight"].shape[0],
+        "adapter.t5_vocab": len(tensors["t5_embed.weight"]) if "t5_embed.weight" in tensors else None,
         "adapter.trained_steps": meta["step"],
         "adapter.planned_steps": meta["steps"],
         "adapter.checkpoint": checkpoint,
         "adapter.snapshot": snapshot,
-        "adapter.val_cos": val.get("cos"),
+        "adapter.val_cos": val.get(pack.metric),
         "adapter.best_val_cos": meta["best_cos"],
         "adapter.settings": digest(meta["made_from"]),
         "adapter.teacher": "synthetic" if synthetic else teacher.get("repository") or teacher.get("package"),
@@ -67,27 +71,45 @@ def keys(
     return {key: value for key, value in values.items() if value is not None}
 
 
-def write(path: Path, tensors: checkpoints.Tensors, values: dict[str, Any]) -> None:
+def write(path: Path, names: Iterable[str], tensor: Callable[[str], torch.Tensor], values: dict[str, Any]) -> None:
     """Write a GGUF v3 file (architecture `pig`) whole, after reading it back and comparing every tensor.
+
+    `tensor` gives the tensor of a name. It is asked three times for each, so that no two have to be held at a time: for
+    the header, for the data and for the comparison.
 
     Raises:
         TrainerError: the file at `path` is another run's, the disk is full, or what was read back differs.
     """
     refuse_anothers(path, values["adapter.run"], "nothing was written")
-    arrays = {PREFIX + name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
     with written_whole(path) as aside:
         writer = gguf.GGUFWriter(aside, arch="pig")
         for key, value in values.items():
             _add(writer, key, value)
-        for name, array in arrays.items():
-            writer.add_tensor(name, array)
+        names = list(names)
+        for name in names:
+            array = tensor(name).numpy()
+            writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        for name in names:
+            writer.write_tensor_data(tensor(name).numpy())
         writer.close()
-        back = read_arrays(aside)
-        if back.keys() != arrays.keys() or any(not np.array_equal(back[n], arrays[n]) for n in arrays):
+        back = {stored.name: stored for stored in gguf.GGUFReader(aside).tensors}
+        if sorted(back) != sorted(names) or any(not _holds(aside, back[name], tensor(name).numpy()) for name in names):
             raise TrainerError(f"{path} read back differently than it was written: check the disk and export again")
+
+
+def write_adapter(path: Path, tensors: checkpoints.Tensors, values: dict[str, Any]) -> None:
+    """Write the file of an adapter; raises as `write`."""
+    named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    write(path, named, named.__getitem__, values)
+
+
+def _holds(path: Path, stored: gguf.ReaderTensor, array: np.ndarray) -> bool:
+    """Whether a tensor of a file is this array. It is read, not mapped: a mapping would grow to the whole file."""
+    found = np.fromfile(path, array.dtype, array.size, offset=int(stored.data_offset)).reshape(array.shape)
+    return stored.data.shape == array.shape and stored.data.dtype == array.dtype and np.array_equal(found, array)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -149,12 +171,58 @@ def export_best(settings: Settings, materials: list[dict[str, Any]], best: Path,
     Raises:
         TrainerError: as `write`; or the copy cannot be made.
     """
+    tensors, meta = checkpoints.load(best)
+    adapter = checkpoints.exported(*checkpoints.unpack(tensors))
+    with _copied(settings, out):
+        write_adapter(out, adapter, keys(settings, adapter, meta, materials, "best", snapshot=False))
+
+
+def export_companion(settings: Settings, record: Record, out: Path) -> None:
+    """Write the file that goes with the adapter, and copy it to `export.copy_to`.
+
+    It holds the material's tensors under their own names, all of them in f16.
+
+    Raises:
+        TrainerError: as `write`; or a value that f16 cannot hold, or the copy cannot be made.
+    """
+    weights = [Path(record.path) / file["name"] for file in record.files if file["name"].endswith(".safetensors")]
+    values = {
+        "general.name": out.name.removesuffix("-f16.gguf"),
+        "adapter.pack": settings.pack,
+        "adapter.trainer": "gguf-trainer",
+        "adapter.trainer_version": __version__,
+        "adapter.run": settings.run,
+        "companion.id": record.id,
+        "companion.repository": record.repository,
+        "companion.revision": record.revision,
+        "companion.digest": record.digest,
+    }
+    holders = {}
+    for path in weights:
+        with safe_open(path, "pt") as file:
+            holders |= dict.fromkeys(file.keys(), path)
+
+    def tensor(name: str) -> torch.Tensor:
+        with safe_open(holders[name], "pt") as file:  # opened anew: a mapping that stays would grow to the whole file
+            half = file.get_tensor(name).half()
+        if not torch.isfinite(half).all():
+            raise TrainerError(
+                f"tensor {name} of {record.path} has a value that f16 cannot hold: no {out.name} was written; set "
+                "export.companion to false to go on without it"
+            )
+        return half
+
+    with _copied(settings, out):
+        write(out, sorted(holders), tensor, {key: value for key, value in values.items() if value is not None})
+
+
+@contextmanager
+def _copied(settings: Settings, out: Path) -> Iterator[None]:
+    """Write `out` within; it is then copied to `export.copy_to`, where no other run's file may be."""
     target = Path(settings.export.copy_to).expanduser() / out.name if settings.export.copy_to else None
     if target:
         refuse_anothers(target, settings.run, "nothing was written")
-    tensors, meta = checkpoints.load(best)
-    adapter = checkpoints.exported(*checkpoints.unpack(tensors))
-    write(out, adapter, keys(settings, adapter, meta, materials, "best", snapshot=False))
+    yield
     if target:
         try:
             with written_whole(target) as aside:

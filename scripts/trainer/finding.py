@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import completeness, files, hub, packs
-from trainer.config import Settings
+from trainer.config import Adapter, Settings
 from trainer.errors import TrainerError
 from trainer.job import log
 from trainer.materials import Record, declared, get, read_record
@@ -218,9 +218,9 @@ class _Search:
             _check_student(path, self.settings)
             return [path.name], None
         names = completeness.folder_files(path, material.patterns, material.optional)
-        if material.role == "teacher":
-            dimensions = {"d_model|hidden_size": adapter.teacher_dim, "vocab_size": adapter.vocabulary}
-            completeness.check_config(path, material.expects | dimensions)
+        for file, expects in material.expects.items():
+            completeness.check_config(path, file, {key: _resolved(value, adapter) for key, value in expects.items()})
+        if material.role in ("teacher", "companion"):
             completeness.check_weights(path, names)
         return names, completeness.known_commit(path)
 
@@ -287,6 +287,12 @@ def _absolute(path: Path) -> Path:
 
 def _root(path: Path) -> Path:
     return path if path.is_dir() else path.parent
+
+
+def _resolved(value: Any, adapter: Adapter) -> Any:
+    """An expected value; `adapter.<name>` is the run's setting of that name."""
+    group, _, name = str(value).partition(".")
+    return getattr(adapter, name) if group == "adapter" else value
 
 
 def _check_student(path: Path, settings: Settings) -> None:

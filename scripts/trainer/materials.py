@@ -64,13 +64,14 @@ def recorded_files(settings: Settings, id: str) -> list[str]:
 
 
 def ids(settings: Settings, role: str | tuple[str, ...] | None = None) -> list[str]:
-    """Ids of the materials that a run needs, of the given role or roles."""
+    """Ids of the materials that a run needs, of the given role or roles; without one, all the adapter is made from."""
     roles = (role,) if isinstance(role, str) else role
     synthetic = settings.precompute.teacher == "synthetic"
     return [
         material.id
         for material in declared(settings)
-        if (roles is None or material.role in roles) and not (synthetic and material.role == "teacher")
+        if (material.role in roles if roles else material.role != "companion")
+        and not (synthetic and material.role == "teacher")
     ]
 
 

@@ -167,7 +167,7 @@ class Block:
         shape = self.settings.adapter
         if self.options.teacher == "synthetic":
             log.info("synthetic teacher: the targets are made up and the adapter is for testing only")
-            return Synthetic(shape.vocabulary, shape.teacher_dim)
+            return Synthetic(shape.vocabulary, shape.teacher_dim, shape.queries)
         path = Path(self.records["teacher"].path)
         teacher = teachers.load(self.pack.teacher, path, devices.dtype(self.options.teacher_dtype, self.device))
         needed = {"row size": shape.teacher_dim, "vocabulary": shape.vocabulary}
@@ -192,8 +192,9 @@ class Block:
     def _encode(self, shard: Stale, teacher: teachers.Teacher) -> None:
         """Token ids of the samples that fit the student; the others are skipped."""
         texts = [sample.text for sample in shard.samples]
-        ids = teacher.tokenize(texts, self.settings.adapter.queries)
-        for item in map(Encoded, shard.samples, self.tokenizer.encode(texts), ids):
+        prompted = ["".join(self.pack.template.around(text)) for text in texts]
+        ids = teacher.tokenize(prompted, self.settings.adapter.queries)
+        for item in map(Encoded, shard.samples, self.tokenizer.encode(texts, self.pack.template), ids):
             if len(item.student) > self.pack.max_student_tokens:
                 shard.skipped.append((item.sample.id, f"longer than {self.pack.max_student_tokens} student tokens"))
             else:

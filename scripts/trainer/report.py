@@ -28,6 +28,7 @@ from trainer import __version__, packs
 from trainer.config import Settings
 from trainer.files import read_json, sha256, write_text
 from trainer.job import duration
+from trainer.packs.base import Metric
 
 # Charts are drawn in these colours, which the page's style sheet then owns: one SVG for light and dark.
 COLOURS = {
@@ -38,16 +39,18 @@ COLOURS = {
     "base": "#050505",
 }
 MINUS = "\N{MINUS SIGN}"
+FIGURES: dict[str, str] = {"cos": "validation cosine", "cos_centered": "centred validation cosine"}
 METRICS = {
     "cos": "mean cosine of the adapter's rows to the teacher's, over all val rows",
-    "cos_rms": "the same after each dimension is divided by its root mean square, so that no loud dimension decides",
+    "cos_centered": "the same of rows less the mean training row: 0 is a guess that never looks at the prompt",
+    "cos_rms": "mean cosine after each row is divided by its root mean square, as engine models do",
     "cos_eos": "mean cosine of each prompt's last row, the end marker",
-    "worst_row_cos": "the lowest cosine of any row",
-    "rel_mse": "squared error as a share of the targets' own variance: 0 is perfect, 1 is no better than the mean row",
-    "roundtrip_cos": "cosine of the exported file's rows to the checkpoint's: what the file format costs",
-    "baseline_cos": "mean cosine of a guess that gives every row the mean training row",
+    "worst_row_cos": "the main figure of the worst row",
+    "rel_mse": "squared error as a share of the targets' squares: 0 is perfect, 1 is a guess of nothing but zeros",
+    "roundtrip_cos": "the main figure between the file's rows and the checkpoint's: what the file format costs",
+    "baseline_cos": "the main figure of a guess that gives every row the mean training row",
 }
-STAGES = ("material", "materials", "corpus", "seed_table", "precompute", "train", "export", "evaluate", "snapshot")
+STAGES = ("material", "materials", "corpus", "seed_table", "precompute", "train", "export", "companion", "evaluate")
 
 
 def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
@@ -74,7 +77,8 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         settings=settings,
         pack=pack,
         evaluation=evaluation,
-        gains=METRICS,
+        figure=FIGURES[pack.metric],
+        gains={name: meaning for name, meaning in METRICS.items() if name in evaluation["metrics"]},
         gguf={
             "path": str(gguf.resolve()),
             "python": repr(str(gguf.resolve())),
@@ -82,13 +86,15 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
             "sha256": sha256(gguf) if gguf.exists() else None,
         },
         command=pack.command.replace("{gguf}", shlex.quote(str(gguf.resolve()))),
+        companion=settings.companion
+        and pack.companion_options.replace("{companion}", shlex.quote(str(Path(settings.companion).resolve()))),
         materials=read_json(run_folder / "materials.json")["materials"],
         corpus=corpus,
         shards=read_json(run_folder / "shards.json"),
-        charts=charts(metrics, evaluation["metrics"].get("baseline_cos")),
+        charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
         histogram=length_histogram(corpus.get("length_histogram") or {}),
         when=_when(metrics["time"]),
-        quality=steps_and_quality(run_folder, evaluation, gguf),
+        quality=steps_and_quality(run_folder, evaluation, gguf, pack.metric),
         stages=stage_costs(run_folder / "benchmarks"),
         options=_options(settings),
         versions=_versions(),
@@ -120,7 +126,7 @@ def read_metrics(path: Path) -> dict[str, np.ndarray]:
     return {name: np.array([number(rows[step].get(name)) for step in steps]) for name in names}
 
 
-def steps_and_quality(run_folder: Path, evaluation: dict[str, Any], gguf: Path) -> list[dict[str, Any]]:
+def steps_and_quality(run_folder: Path, evaluation: dict[str, Any], gguf: Path, metric: Metric) -> list[dict[str, Any]]:
     """What can be had at which step, in order of steps: kept checkpoints, snapshots, and the run's own file.
 
     Files of the same step hold the same weights: they share a row. Empty where only the run's own file is there.
@@ -132,7 +138,7 @@ def steps_and_quality(run_folder: Path, evaluation: dict[str, Any], gguf: Path) 
 
     for file in sorted((run_folder / "checkpoints").glob("step-*.safetensors")):
         if kept := _checkpoint(file):
-            row(kept["step"]).update(val_cos=(kept.get("val") or {}).get("cos"), tags=["kept"])
+            row(kept["step"]).update(val_cos=(kept.get("val") or {}).get(metric), tags=["kept"])
     path = run_folder / "snapshots.json"
     for snapshot in read_json(path)["snapshots"] if path.exists() else []:
         found = row(snapshot["step"])
@@ -231,7 +237,7 @@ def _when(times: np.ndarray) -> tuple[str, str] | None:
 # --- charts ---------------------------------------------------------------------------------------------------------
 
 
-def charts(metrics: dict[str, np.ndarray], baseline: float | None) -> list[dict[str, Any]]:
+def charts(metrics: dict[str, np.ndarray], baseline: float | None, metric: Metric) -> list[dict[str, Any]]:
     """The curves of a training, as inline SVG; a curve with no measured value is left out."""
     drawn = []
     step, smooth = metrics["step"], _binned(metrics)
@@ -257,7 +263,8 @@ def charts(metrics: dict[str, np.ndarray], baseline: float | None) -> list[dict[
         if baseline is not None:
             axes.axhline(baseline, color=COLOURS["base"], linestyle=(0, (5, 4)), linewidth=1.1, label="mean baseline")
         _legend(axes, "center right")
-        add("cosine", "Cosine to the teacher", "1 is the teacher itself; the dashed line is the mean row", figure)
+        title = "Cosine to the teacher" if metric == "cos" else "Centred cosine to the teacher"
+        add("cosine", title, "1 is the teacher itself; the dashed line is the mean row", figure)
     if np.isfinite(metrics["lr"]).any():
         figure, axes = _axes()
         _line(axes, step, metrics["lr"], "train", "learning rate")

@@ -1,15 +1,19 @@
 """The loss, and the figures of validation and evaluation: one code for both, weighted by row over the whole split."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cosine_similarity
 
-from trainer.adapters.resampler import SeededResampler
+from trainer.adapters.resampler import Resampler
 from trainer.batches import Batch, collate
+from trainer.packs.base import Metric
 from trainer.shards import Shard
 from trainer.standardization import Standardization
+
+Predictor = Callable[[Batch], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,54 +28,64 @@ class Loss:
     cosine: torch.Tensor
 
 
-def loss(adapter: SeededResampler, scale: Standardization, batch: Batch, cos_weight: float) -> Loss:
-    """Squared error of standardized rows (mean over dimensions) + cos_weight * (1 - cosine of raw rows), f32."""
+def loss(adapter: Resampler, scale: Standardization, batch: Batch, cos_weight: float, metric: Metric) -> Loss:
+    """Squared error of standardized rows (mean over dimensions) + cos_weight * (1 - cosine), f32.
+
+    The cosine is that of raw rows for packs that are measured by `cos`, else of standardized ones.
+    """
     trunk = adapter(scale.student(batch.student), batch.mask, batch.slots)
-    predicted = adapter.head(trunk[batch.real]).float()
-    squared = (predicted - scale.target(batch.target)).square().mean(-1).sum()
-    cosine = cosine_similarity(scale.raw(predicted), batch.target.float(), dim=-1).sum()
+    predicted, target = adapter.head(batch.packed(trunk)).float(), scale.target(batch.target)
+    squared = (predicted - target).square().mean(-1).sum()
+    pair = (scale.raw(predicted), batch.target.float()) if metric == "cos" else (predicted, target)
+    cosine = cosine_similarity(*pair, dim=-1).sum()
     return Loss(squared + cos_weight * (len(predicted) - cosine), squared.detach(), cosine.detach())
 
 
-@dataclass
 class Scores:
-    """Figures over rows; `rel_mse` is sum |p - t|^2 / sum |t|^2."""
+    """Figures over rows.
 
-    rows: int = 0
-    cosine: float = 0.0
-    cosine_rms: float = 0.0
-    cosine_end: float = 0.0
-    samples: int = 0
-    error: float = 0.0
-    power: float = 0.0
-    worst: float = 1.0
-    by_sample: dict[str, float] = field(default_factory=dict)
+    cos: cosine of raw rows. cos_centered: of rows less the mean row. cos_rms: of rows divided by their own root mean
+    square. cos_eos: of each sample's last row, where rows are of tokens. worst_row_cos: the lowest of a row, by the
+    metric. rel_mse: sum |p - t|^2 / sum |t|^2.
+    """
+
+    def __init__(self, mean: torch.Tensor, metric: Metric) -> None:
+        """`mean` is the train split's mean teacher row, [D]; `metric` the cosine that samples are compared by."""
+        self.mean, self.metric = mean, metric
+        self.rows = self.samples = 0
+        self.worst = 1.0
+        self.by_sample: dict[str, float] = {}
+        self._sums: dict[str, float] = defaultdict(float)
 
     def add(self, ids: Sequence[str], batch: Batch, predicted: torch.Tensor) -> None:
         """Count a batch; predicted [P, D] raw rows."""
         target = batch.target.float()
-        cosine = cosine_similarity(predicted, target, dim=-1).double()
-        lengths = batch.real.sum(1)
-        ends = lengths.cumsum(0)
+        cosines = {
+            "cos": cosine_similarity(predicted, target, dim=-1),
+            "cos_rms": cosine_similarity(_unit_rms(predicted), _unit_rms(target), dim=-1),
+            "cos_centered": cosine_similarity(predicted - self.mean, target - self.mean, dim=-1),
+        }
         self.rows += len(target)
         self.samples += len(batch)
-        self.cosine += cosine.sum().item()
-        self.cosine_rms += cosine_similarity(_unit_rms(predicted), _unit_rms(target), dim=-1).double().sum().item()
-        self.cosine_end += cosine[ends - 1].sum().item()
-        self.error += (predicted - target).double().square().sum().item()
-        self.power += target.double().square().sum().item()
+        for name, values in cosines.items():
+            self._sums[name] += values.double().sum().item()
+        self._sums["error"] += (predicted - target).double().square().sum().item()
+        self._sums["power"] += target.double().square().sum().item()
+        if batch.slots is not None:
+            self._sums["cos_eos"] += cosines["cos"][batch.counts.cumsum(0) - 1].double().sum().item()
+        cosine = cosines[self.metric].double()
         self.worst = min(self.worst, cosine.min().item())
-        means = [part.mean().item() for part in cosine.split(lengths.tolist())]
+        means = [part.mean().item() for part in cosine.split(batch.counts.tolist())]
         self.by_sample.update(zip(ids, means, strict=True))
 
     def metrics(self) -> dict[str, float]:
         """The figures by name."""
+        sums = self._sums
         return {
-            "cos": self.cosine / self.rows,
-            "cos_rms": self.cosine_rms / self.rows,
-            "cos_eos": self.cosine_end / self.samples,
+            **{name: sums[name] / self.rows for name in ("cos", "cos_centered", "cos_rms")},
+            **({"cos_eos": sums["cos_eos"] / self.samples} if "cos_eos" in sums else {}),
             "worst_row_cos": self.worst,
-            "rel_mse": self.error / self.power,
+            "rel_mse": sums["error"] / sums["power"],
         }
 
 
@@ -89,22 +103,25 @@ def batches(shards: Sequence[Shard], size: int, queries: int) -> Iterator[tuple[
 
 @torch.inference_mode()
 def score(
-    predict: Callable[[Batch], torch.Tensor], shards: Sequence[Shard], size: int, queries: int, device: torch.device
+    predict: Predictor,
+    stored: Iterator[tuple[list[str], Batch]],
+    mean: torch.Tensor,
+    metric: Metric,
 ) -> Scores:
-    """Score raw predictions [P, D] f32 of every sample of some shards, in f32 whatever training uses."""
-    scores = Scores()
-    for ids, batch in batches(shards, size, queries):
-        batch = batch.to(device)
+    """Score raw predictions [P, D] f32 of samples, where the mean row [D] lies, in f32 whatever training uses."""
+    scores = Scores(mean, metric)
+    for ids, batch in stored:
+        batch = batch.to(mean.device)
         scores.add(ids, batch, predict(batch).float())
     return scores
 
 
-def predictor(adapter: SeededResampler, scale: Standardization | None) -> Callable[[Batch], torch.Tensor]:
+def predictor(adapter: Resampler, scale: Standardization | None) -> Predictor:
     """Raw rows of an adapter: of one in training with its standardization, of an exported one without."""
 
     def predict(batch: Batch) -> torch.Tensor:
         student = scale.student(batch.student) if scale else batch.student.float()
-        rows = adapter.head(adapter(student, batch.mask, batch.slots)[batch.real])
+        rows = adapter.head(batch.packed(adapter(student, batch.mask, batch.slots)))
         return scale.raw(rows) if scale else rows
 
     return predict

@@ -4,9 +4,10 @@ Rows are ragged: those of all samples stand one after another, and `offsets[s]:o
 
     student          [T, student_dim]  bf16   student states after the final norm
     student_offsets  [S + 1]           int64
-    slots            [P]               int32  teacher token ids, end marker included
-    target           [P, teacher_dim]  bf16   teacher rows of those tokens
-    offsets          [S + 1]           int64  of slots and target
+    target           [P, teacher_dim]  bf16   teacher rows
+    offsets          [S + 1]           int64
+    slots            [P]               int32  teacher token ids of those rows, end marker included; empty where rows are
+                                              not of tokens
     {student,target}_{sum,sumsq}       f64    per dimension, over all rows
 
 The header (metadata key `trainer`, JSON) says what the shard was made from and carries a checksum of everything.
@@ -30,7 +31,7 @@ from trainer.files import written_whole
 
 @dataclass(frozen=True)
 class Rows:
-    """What one sample contributes: student [L, student_dim] and target [P, teacher_dim], both bf16, slots P ids."""
+    """What one sample contributes: student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none."""
 
     id: str
     slots: list[int]

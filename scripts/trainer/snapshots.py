@@ -11,6 +11,7 @@ from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json, write_json
 from trainer.job import log
+from trainer.packs import get as get_pack
 from trainer.shard_index import listed
 
 
@@ -25,21 +26,24 @@ def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, s
     path, checkpoint = _find(run, settings.snapshot.at, training)
     tensors, meta = checkpoints.load(path)
     _check_shards(run, settings, meta)
-    if "query" not in tensors:  # a state or best checkpoint, not yet in the form of the file
+    mean = tensors["scale.target_mean"]
+    if "query" in tensors:  # a kept step: the tensors of the file
+        del tensors["scale.target_mean"]
+    else:  # a state or best checkpoint
         tensors = checkpoints.exported(*checkpoints.unpack(tensors))
     if checkpoint != "best":
         checkpoint = f"step{meta['step']}"
     values = export.keys(settings, tensors, meta, materials, checkpoint, snapshot=True)
     out = Path(settings.export.dir) / f"{settings.export.name}-step{meta['step']}-f16.gguf"
-    export.write(out, tensors, values)
+    export.write_adapter(out, tensors, values)
     log.info("wrote %s", out)
     scores = None
     if settings.snapshot.evaluate:
         if training:  # the GPU is the trainer's
             settings.evaluate.device = "cpu"
         shards = listed(run, read_json(run / "shards.json"), "val")
-        scores = evaluation.evaluate(settings, out, None, shards, texts)["metrics"]
-        log.info("val cosine %.4f", scores["cos"])
+        scores = evaluation.evaluate(settings, out, mean, None, shards, texts)["metrics"]
+        log.info("val cosine %.4f", scores[get_pack(settings.pack).metric])
     _list(run, settings, out, meta, values, training, scores)
     return out
 

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from trainer.errors import TrainerError
 from trainer.gguf_files import open_gguf
+from trainer.packs.base import BARE, Template
 
 # Qwen's `<|endoftext|>`: what the engine makes of an empty prompt.
 QWEN_PAD = 151643
@@ -44,10 +45,12 @@ class StudentTokenizer:
         self.pad_id = pad_id
         self.size: int = 1 + max(pad_id, *backend.get_vocab().values())
 
-    def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Ids of each prompt, at least one; special tokens that a prompt spells out are matched."""
-        encodings = self.backend.encode_batch_fast(prompts, add_special_tokens=False)
-        return [encoding.ids or [self.pad_id] for encoding in encodings]
+    def encode(self, prompts: list[str], template: Template = BARE) -> list[list[int]]:
+        """Ids of each prompt in its template, at least one; special tokens that a prompt spells out are matched."""
+        texts = [template.around(prompt) for prompt in prompts]
+        pieces = [piece for text in texts for piece in text]
+        encodings = iter(self.backend.encode_batch_fast(pieces, add_special_tokens=False))
+        return [[id for _ in text for id in next(encodings).ids] or [self.pad_id] for text in texts]
 
 
 def student_tokenizer(gguf: Path | str, folder: Path | str | None) -> StudentTokenizer:

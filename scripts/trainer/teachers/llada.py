@@ -11,7 +11,6 @@ from trainer.streaming import Part
 from trainer.teachers import configs, llada2_moe, llada_connector
 from trainer.weights import Weights
 
-START, END = "<role>HUMAN</role> Generate an image", "\n<role>ASSISTANT</role>\n<IMAGE1>"
 _LONGEST = 2048  # ids; the pipeline cuts there, the end of the template included
 
 
@@ -30,9 +29,8 @@ class Llada:
         self.dim = dim
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
-        """Ids of each prompt in the template of image generation; `queries` limits nothing here."""
-        texts = [f"{START}: {prompt}{END}" if prompt else f"{START}.{END}" for prompt in prompts]
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
+        """Ids of each prompt; `queries` limits nothing here."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(prompts, add_special_tokens=True)]
 
 
 def load(path: Path, dtype: torch.dtype) -> Llada:

@@ -10,45 +10,55 @@ from trainer.streaming import Part, State
 END = 1
 _RANK = 64
 _POSITIONS = 1024
-
-
-class _Rows(nn.Module):
-    def __init__(self, codes: Tensor, basis: Tensor, positions: Tensor) -> None:
-        super().__init__()
-        self.codes, self.basis, self.positions = codes, basis, positions
-
-    def forward(self, state: State) -> State:
-        ids = state["ids"]
-        codes = self.codes.to(ids.device)[ids]
-        rows = codes @ self.basis.to(ids.device) + self.positions[: ids.shape[1]].to(ids.device)
-        rows[:, 1:] += 0.5 * rows[:, :-1].clone()
-        return {"rows": rows}
+_WORDS = 4096  # ids where no vocabulary is asked for
 
 
 class Synthetic:
-    """A row is a fixed random vector of its token, plus one of its position, plus half the row before it.
+    """Rows of random vectors, one a word, that are fixed by the sizes alone.
 
-    Ids are hashes of words, so that a prompt and its rows have to do with each other; everything follows from the
-    sizes alone. Rows are f32; a prompt has at most 1024 ids; a row depends on no later one.
+    Ids are hashes of words, so that a prompt and its rows have to do with each other. With a vocabulary, a row is the
+    vector of its token, plus one of its position, plus half the row before it. Without one there are `queries` rows:
+    the mean of the prompt's vectors, plus half the vector of word q modulo their number, plus one of the position q.
+    Rows are f32; a prompt has at most 1024 ids, and `queries` is at most 1024.
     """
 
-    rows = None
     weights = None
 
-    def __init__(self, vocabulary: int, dim: int) -> None:
+    def __init__(self, vocabulary: int | None, dim: int, queries: int) -> None:
         generator = torch.Generator().manual_seed(4321)
         self.vocabulary, self.dim = vocabulary, dim
+        self.rows = None if vocabulary else queries
         # The table as a product of two factors: at 32128 x 4096 it would take half a gigabyte.
-        self.codes = torch.randn(vocabulary, _RANK, generator=generator)
+        self.codes = torch.randn(vocabulary or _WORDS, _RANK, generator=generator)
         self.basis = torch.randn(_RANK, dim, generator=generator) / _RANK**0.5
-        positions = torch.randn(_POSITIONS, dim, generator=generator) / 8
-        self.parts = [Part("rows", _Rows(self.codes, self.basis, positions), {})]
+        self.positions = torch.randn(_POSITIONS, dim, generator=generator) / 8
+        self.parts = [Part("rows", _Rows(self), {})]
 
     def tokenize(self, prompts: list[str], queries: int) -> list[list[int]]:
         """One id a word, then the end marker 1; 0 and 1 are no word's."""
-        ids = [[2 + crc32(word.encode()) % (self.vocabulary - 2) for word in prompt.split()] for prompt in prompts]
+        ids = [[2 + crc32(word.encode()) % (len(self.codes) - 2) for word in prompt.split()] for prompt in prompts]
         return [[*words[: queries - 1], END] for words in ids]
 
     def embeddings(self) -> Tensor:
         """The table that rows are made from, [vocabulary, dim]."""
         return self.codes @ self.basis
+
+
+class _Rows(nn.Module):
+    def __init__(self, teacher: Synthetic) -> None:
+        super().__init__()
+        self.teacher = teacher
+
+    def forward(self, state: State) -> State:
+        """A row depends on no later one, so that padding needs no mask."""
+        teacher, ids, lengths = self.teacher, state["ids"], state["lengths"]
+        codes = teacher.codes.to(ids.device)[ids]
+        if teacher.rows:
+            real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            mean = (codes * real[..., None]).sum(1) / lengths[:, None]
+            word = torch.arange(teacher.rows, device=ids.device) % lengths[:, None]
+            codes = mean[:, None] + codes.gather(1, word[..., None].expand(-1, -1, _RANK)) / 2
+        rows = codes @ teacher.basis.to(ids.device) + teacher.positions[: codes.shape[1]].to(ids.device)
+        if not teacher.rows:
+            rows[:, 1:] += 0.5 * rows[:, :-1].clone()
+        return {"rows": rows}
