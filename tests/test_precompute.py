@@ -1,5 +1,6 @@
 """Precompute: shards that are right stay, bad samples are counted, a stop keeps what was computed."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -113,6 +114,16 @@ def test_other_models_make_all_shards_stale(tmp_path, records, digest):
     changed = records | {digest: Record(**(vars(records[digest]) | {"digest": "another"}))}
     fill(tmp_path, changed, prompts(8))
     assert (tmp_path / "shards" / "0000-00.safetensors").stat().st_ino != before
+
+
+def test_shards_of_another_contract_are_rebuilt(tmp_path, records, monkeypatch):
+    fill(tmp_path, records, prompts(8))
+    before = (tmp_path / "shards" / "0000-00.safetensors").stat().st_ino
+    newer = dataclasses.replace(packs.get("pixart"), contract="t5xxl_pixart/2")
+    monkeypatch.setattr(packs, "_PACKS", {"pixart": newer})
+    file, _ = fill(tmp_path, records, prompts(8))
+    assert file.stat().st_ino != before
+    assert shards.Shard(file).header["contract"] == "t5xxl_pixart/2"
 
 
 def test_a_prompt_too_long_for_the_student_is_skipped_and_listed(tmp_path, records):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_llada
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
@@ -261,30 +262,45 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(tmp_path, models,
     assert all((one[name] == other[name]).all() for name in other)
 
 
-def test_a_pack_without_seeds_runs_from_prompts_to_its_two_files(tmp_path, models):
-    made = project(tmp_path / "p", {name: models[name] for name in ("student", "tokenizer")}, steps=60)
-    made.pack = made.settings["pack"] = "llada_image"
-    sigvq = tmp_path / "snapshot" / "sigvq"
-    sigvq.mkdir(parents=True)
-    save_file({"a": torch.randn(4, 3).bfloat16(), "b": torch.ones(3)}, sigvq / "diffusion_pytorch_model.safetensors")
-    made.write(
-        materials={"paths": made.settings["materials"]["paths"] | {"sigvq": str(sigvq.parent)}},
-        precompute={"teacher": "synthetic"},
-    )
-    assert not {"companion", "seed_table"} & made.planned().keys()
-    made.snakemake()
-    result = made.json("eval.json")
-    assert (result["kind"], result["synthetic"], result["metrics"]["baseline_cos"]) == ("resampler", True, 0)
+def test_llada_image_runs_from_prompts_to_its_two_files_also_when_it_is_killed(tmp_path, models):
+    snapshot = tiny_llada.llada_snapshot(tmp_path / "snapshot", queries=40, projection_dim=64)
+    (snapshot / "sigvq").mkdir()
+    sigvq = snapshot / "sigvq" / "diffusion_pytorch_model.safetensors"
+    save_file({"a": torch.randn(4, 3).bfloat16(), "b": torch.ones(3)}, sigvq)
+    paths = {name: models[name] for name in ("student", "tokenizer")}
+
+    def run(name):
+        made = project(tmp_path / name, paths | {"teacher": str(snapshot), "sigvq": str(snapshot)}, steps=60)
+        made.pack = made.settings["pack"] = "llada_image"
+        made.write()
+        return made
+
+    killed, plain = run("killed"), run("plain")
+    assert not {"seed_table"} & killed.planned().keys()
+    for file in ("shards/train/0000.json", "checkpoints/state.safetensors"):
+        process = killed.start()
+        deadline = time.monotonic() + 120
+        while not (killed.run / file).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        killed.kill(process)
+    for made in (killed, plain):
+        made.snakemake()
+        assert made.planned() == {}
+    files = ["runs/pig_llada_adapter-f16.gguf", "runs/pig_llada_adapter_sigvq-f16.gguf"]
+    for file in files:
+        assert (killed.folder / file).read_bytes() == (plain.folder / file).read_bytes()
+    adapter, companion = (export.read_arrays(plain.folder / file) for file in files)
+    assert {name: array.shape for name, array in companion.items()} == {"a": (4, 3), "b": (3,)}
+    assert adapter["adapter.query"].shape == (40, 64)
+    assert adapter["adapter.out_proj.weight"].shape == (64, 64)
+    assert not any("t5_embed" in name for name in adapter)
+    result = plain.json("eval.json")
+    assert (result["kind"], result["synthetic"], result["metrics"]["baseline_cos"]) == ("resampler", False, 0)
     assert result["metrics"]["cos_centered"] > 0.2
-    assert (made.run / "report.html").exists()
-    assert made.planned() == {}
-    made.write(precompute={"teacher": "real"})
-    assert made.planned()["companion"] == 1
-    made.snakemake("companion")
-    arrays = export.read_arrays(made.folder / "runs/pig_llada_adapter_sigvq-f16.gguf")
-    assert {name: array.shape for name, array in arrays.items()} == {"a": (4, 3), "b": (3,)}
-    made.write(export={"companion": False})
-    assert "companion" not in made.planned()
+    assert result["metrics"]["roundtrip_cos"] > 0.9999
+    assert (plain.run / "report.html").exists()
+    plain.write(export={"companion": False})
+    assert "companion" not in plain.planned()
 
 
 def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):

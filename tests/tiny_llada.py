@@ -32,6 +32,7 @@ def llada_snapshot(
 ) -> Path:
     """Write the snapshot: text_encoder in two shards with an index, queryformer, text_projection, tokenizer."""
     vocabulary = _tokenizer(folder / "tokenizer")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "LLaDAImagePipeline"}))
     text_encoder = {
         "architectures": ["LLaDA2MoeModelLM"],
         "model_type": "llada2_moe",
