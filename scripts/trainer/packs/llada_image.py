@@ -1,6 +1,6 @@
 """LLaDA-Image-Turbo: its 16B text encoder replaced by pig_clip and 256 queries that are not seeded."""
 
-from trainer.packs.base import PIG_CLIP, Material, Pack, Template
+from trainer.packs.base import PIG_CLIP, Material, Pack, Template, Work
 
 _REPOSITORY = "inclusionAI/LLaDA-Image-Turbo"
 _REVISION = "f4afc52d925bbac4e22a1c947111fc1f127e37e5"
@@ -18,6 +18,11 @@ PACK = Pack(
     queries=256,
     vocabulary=None,
     max_student_tokens=512,
+    # 19 layers with 39 M of 0.8 G in use, one of 42 M, six of the projection with 53 M; a layer of experts in bf16.
+    # A prompt is 55 tokens and the 256 queries.
+    work=Work(
+        teacher_parameters=1.1e9, teacher_part=1.64, teacher_tokens=311, student_parameters=0.44e9, student_tokens=55
+    ),
     # All rows share an offset of about 2000 a dimension.
     metric="cos_centered",
     template=Template(

@@ -1,6 +1,6 @@
 """PixArt: the T5-XXL v1.1 encoder replaced by pig_clip and 120 queries seeded with the T5 ids of their slots."""
 
-from trainer.packs.base import PIG_CLIP, Material, Pack
+from trainer.packs.base import PIG_CLIP, Material, Pack, Work
 
 PACK = Pack(
     name="pixart",
@@ -14,6 +14,10 @@ PACK = Pack(
     queries=120,
     vocabulary=32128,
     max_student_tokens=256,
+    # 24 layers of 193 M; a layer in bf16.
+    work=Work(
+        teacher_parameters=4.63e9, teacher_part=0.39, teacher_tokens=40, student_parameters=0.44e9, student_tokens=30
+    ),
     materials=(
         Material(
             id="teacher",

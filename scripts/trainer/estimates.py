@@ -1,0 +1,96 @@
+"""What a pack takes with given settings on a given machine: memory, disk and hours, from operations and bytes.
+
+Operations are 2 for each parameter a token is multiplied with, 6 where it is trained. Time is the larger of operations
+over the machine's rate and bytes over the disk's; what else there is (starts, tokenizing, validation) is left out.
+"""
+
+from dataclasses import dataclass
+
+from trainer import packs
+from trainer.config import Settings
+
+GB = 1e9
+# Of a training step, bytes that autograd keeps for a slot of width 1 in one block (counted on a run in bf16).
+_KEPT = 50
+_PYTHON_GB = 2.0  # Python, torch and, on a GPU, CUDA's context
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine.
+
+    tflops: bf16 operations that matrix products of these sizes reach, in 10^12 a second.
+    disk: GB a second that files are read with.
+    """
+
+    name: str
+    tflops: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and disk in GB, times in hours.
+
+    streamed: memory of the device for precompute at least, the teacher streamed through it.
+    resident: the same with all of the teacher in it.
+    """
+
+    streamed: float
+    resident: float
+    training: float
+    disk: float
+    precompute_hours: float
+    training_hours: float
+
+
+def sample_bytes(settings: Settings) -> float:
+    """Bytes of an average sample in a shard."""
+    work, shape = packs.get(settings.pack).work, settings.adapter
+    rows = work.teacher_tokens if shape.vocabulary else shape.queries
+    return 2 * (rows * shape.teacher_dim + work.student_tokens * shape.student_dim)
+
+
+def estimate(settings: Settings, machine: Machine) -> Estimate:
+    """Estimate a run."""
+    pack, shape, train = packs.get(settings.pack), settings.adapter, settings.train
+    work, width = pack.work, shape.width
+    prompts = settings.corpus.n_train + settings.corpus.n_val
+    size = sample_bytes(settings)
+    teacher = sum(material.gigabytes for material in pack.materials if material.role == "teacher")
+
+    operations = 2 * prompts * (
+        work.teacher_parameters * work.teacher_tokens + work.student_parameters * work.student_tokens
+    )  # fmt: skip
+    blocks = settings.blocks("train") + settings.blocks("val")
+    # Each block reads the teacher once and writes its shards.
+    moved = blocks * teacher + prompts * size / GB
+    precompute = max(operations / (machine.tflops * 1e12), moved / machine.disk)
+
+    rows = work.teacher_tokens if shape.vocabulary else shape.queries
+    macs = (
+        shape.depth
+        * (
+            shape.queries * 14 * width**2  # self-attention 4, cross-attention 2, MLP 8
+            + work.student_tokens * 2 * width**2
+            + 2 * shape.queries * (shape.queries + work.student_tokens) * width
+        )
+        + rows * width * shape.teacher_dim
+    )
+    passes = train.steps * train.batch_size
+    training = max(6 * macs * passes / (machine.tflops * 1e12), passes * size / GB / machine.disk)
+
+    matrices = shape.depth * 16 * width**2 + width * (shape.student_dim + shape.teacher_dim + shape.queries)
+    parameters = matrices + (shape.vocabulary or 0) * width
+    activations = train.batch_size * shape.queries * shape.depth * width * _KEPT
+    file, state = 2 * parameters / GB, 12 * parameters / GB
+    kept = train.steps // train.keep_every if train.keep_every else 0
+    return Estimate(
+        # A quarter of the memory is the batch's; the rest holds two of the teacher's steps, one of which is in work.
+        streamed=_PYTHON_GB + 2 * work.teacher_part / 0.75,
+        resident=_PYTHON_GB + teacher / 0.75,
+        training=_PYTHON_GB + (16 * parameters + activations) / GB,
+        disk=prompts * size / GB + sum(m.gigabytes for m in pack.materials) + 2 * state + (kept + 3) * file,
+        precompute_hours=precompute / 3600,
+        training_hours=training / 3600,
+    )
