@@ -222,6 +222,8 @@ class _Search:
             dimensions = {"d_model|hidden_size": adapter.teacher_dim, "vocab_size": adapter.vocabulary}
             completeness.check_config(path, material.expects | dimensions)
             completeness.check_weights(path, names)
+        if material.role == "images":
+            completeness.check_pictures(path, names)
         return names, completeness.known_commit(path)
 
     def _fetch(self, refused: str) -> Record:

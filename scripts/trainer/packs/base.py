@@ -21,7 +21,7 @@ class Material:
     id: str
     kind: Literal["hub", "file", "package", "prompts"]
     title: str
-    role: Literal["teacher", "student", "tokenizer", "prompts"]
+    role: Literal["teacher", "student", "tokenizer", "prompts", "images"]
     repository: str | None = None
     revision: str = "main"
     patterns: tuple[str, ...] = ()
@@ -43,6 +43,7 @@ class Pack:
     student: how the student's GGUF is read: `qwen3` is held to what the engine hard-codes, `llama` follows the keys.
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
+    images: whether samples may have pictures.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Pack:
     materials: tuple[Material, ...]
     gguf: dict[str, str] = field(default_factory=dict)
     command: str = ""
+    images: bool = False
 
 
 # Repository, column, commit, file (none: the `train` split), GB. A branch is pinned to its commit by the first run.
