@@ -2,11 +2,11 @@
 
 As with prompts (trainer.corpus), everything follows from the pictures, the settings and the seed, not from names or
 order. A picture is known by a digest of what it shows; files that show the same are one picture with the captions of
-all. Pictures that are almost the same (trainer.near_pictures) are one group, and the lowest rank of a group decides
-whether all of it is held out for val: so when pictures are added, some can leave train for val, and none comes from
-val to train. The ranks also say which pictures go first where fewer are wanted. The n-th sample of a picture is a
-function of the picture, n and the seed, and so are its text and, among the pictures that are there, its partner:
-added pictures take some places and change nothing else.
+all. Pictures that are almost the same (trainer.near_pictures) are one group, and the rank of its lowest digest decides
+whether all of it is held out for val: so of the pictures that are there, added ones can change the side of those only
+that they are almost the same as. The ranks also say which pictures go first where fewer are wanted. The n-th sample of
+a picture is a function of the picture, n and the seed, and so are its text and, among the pictures that are there, its
+partner: added pictures take some places and change nothing else.
 """
 
 from bisect import bisect_left
@@ -87,7 +87,7 @@ def build(
     made = {
         "train one": _singles(pools["train"], settings.n_image, settings, report),
         "train two": _pairs(pools["train"], settings.n_two, settings, report),
-        "val one": _singles(pools["val"], settings.n_val_image, settings, report),
+        "val one": _singles(pools["val"], min(settings.n_val_image, len(pools["val"])), settings, report),
     }
     _check_counts(made, splits, settings, tally)
     samples = {
@@ -175,12 +175,13 @@ def _split(pictures: list[Picture], settings: Corpus) -> dict[str, list[Picture]
     pools: dict[str, list[Picture]] = {"train": [], "val": []}
     if not pictures:
         return pools
-    boundary = settings.val_fraction * 2**64
     thumbnails = np.frombuffer(b"".join(picture.thumbnail for picture in pictures), np.uint8)
     groups = near_pictures.groups(thumbnails.reshape(len(pictures), -1)).tolist()
-    held_out = {
-        group for group, picture in zip(groups, pictures, strict=True) if rank(picture.digest, settings.seed) < boundary
-    }
+    lowest: dict[int, str] = {}
+    for group, picture in zip(groups, pictures, strict=True):
+        lowest[group] = min(picture.digest, lowest.get(group, picture.digest))
+    boundary = settings.val_fraction * 2**64
+    held_out = {group for group, digest in lowest.items() if rank(digest, settings.seed) < boundary}
     for group, picture in zip(groups, pictures, strict=True):
         pools["val" if group in held_out else "train"].append(picture)
     return pools

@@ -15,8 +15,8 @@ from PIL import Image
 
 from trainer.errors import TrainerError
 
-# The decoders that may see foreign bytes, and the suffix of their files. Phones write MPO: a JPEG with more behind it.
-SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp"}
+# The decoders that may see foreign bytes, and the suffix of their files.
+_SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp"}
 THUMBNAIL = 8  # pixels a side
 
 _ORIENTATION = 0x0112
@@ -70,9 +70,10 @@ def measure(data: bytes) -> Measured:
 
 def _decoded(data: bytes) -> tuple[Image.Image, str]:
     try:
-        with Image.open(BytesIO(data), formats=list(SUFFIXES)) as image:
+        with Image.open(BytesIO(data), formats=list(_SUFFIXES)) as image:
             image.load()
-            return _rgb(image), SUFFIXES[str(image.format)]
+            # Phones write MPO: a JPEG with further ones behind it, which the JPEG decoder opens.
+            return _rgb(image), _SUFFIXES.get(str(image.format), ".jpg")
     except Image.UnidentifiedImageError:
         raise ValueError("no JPEG, PNG, WebP or BMP picture") from None
     except MemoryError:
