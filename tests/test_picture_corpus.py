@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -121,6 +122,17 @@ def test_folders_are_read_to_their_depth_without_hidden_files(tmp_path):
     assert source.count == len(named)
     assert found["x/y/02.png"] == ("thing 2 on a table", "the thing 2")
     assert found["a.bmp"] == ()
+
+
+def test_names_that_are_no_text_are_read_and_listed(tmp_path):
+    root = write_folder(tmp_path / "in", range(20))
+    odd = os.fsencode(root) + b"/na\xefve.png"
+    try:
+        Path(os.fsdecode(odd)).write_bytes(b"broken")
+    except OSError:
+        pytest.skip("this file system takes only names that are text")
+    assert picture_sources.folder_digest(str(root))
+    assert [row["name"] for row in Built(tmp_path, root).told["skipped"]] == ["na\\xefve.png"]
 
 
 def test_flickr30k_is_read_from_its_zip_and_table(tmp_path):

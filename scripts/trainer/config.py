@@ -361,7 +361,7 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
     folder = Path(settings.folder) / "settings"
     pictures = packs.get(settings.pack).images
     corpus = settings.corpus.fingerprint(pictures)
-    if folders := settings.corpus.image_folders:
+    if (folders := settings.corpus.image_folders) and (not only or "corpus" in only):
         corpus |= {"image_folders": {path: picture_sources.folder_digest(path) for path in folders}}
     stages: dict[str, Any] = {
         "materials": {"pack": settings.pack, **settings.materials.model_dump(include={"paths", "revisions"})},

@@ -62,9 +62,9 @@ def folder(path: str) -> Source:
             try:
                 notes = file.with_suffix(".txt")
                 text = notes.read_text(encoding="utf-8-sig", errors="replace") if notes.is_file() else ""
-                yield Found(name, file.read_bytes(), tuple(text.splitlines()))
+                yield Found(_shown(name), file.read_bytes(), tuple(text.splitlines()))
             except OSError as error:
-                yield Found(name, b"", problem=error.strerror or type(error).__name__)
+                yield Found(_shown(name), b"", problem=error.strerror or type(error).__name__)
 
     return Source(path, len(names), pictures())
 
@@ -75,7 +75,7 @@ def folder_digest(path: str) -> str:
     Raises:
         TrainerError: there is no such folder.
     """
-    return digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in _listing(path)])
+    return digest([[_shown(name), stat.st_size, stat.st_mtime_ns] for name, stat in _listing(path)])
 
 
 def _listing(path: str) -> list[tuple[str, os.stat_result]]:
@@ -98,6 +98,11 @@ def _listing(path: str) -> list[tuple[str, os.stat_result]]:
     return sorted(found)
 
 
+def _shown(name: str) -> str:
+    """A file's name as text that can be written: not all names are UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def _flickr30k(name: str, root: Path) -> Source:
     """A zip of JPEGs, found by the last part of their names, and a CSV: `raw` is a JSON list of captions."""
     import zipfile
@@ -110,7 +115,7 @@ def _flickr30k(name: str, root: Path) -> Source:
         for row in csv.DictReader(file):
             if not {"raw", "filename"} <= row.keys():
                 raise TrainerError(f"{table} has no columns `raw` and `filename`; replace the file")
-            rows.append((row["filename"], row["raw"]))
+            rows.append((row["filename"] or "", row["raw"] or "[]"))
     # In the order of the zip, so that it is read from its beginning to its end.
     rows.sort(key=lambda row: members[row[0]].header_offset if row[0] in members else -1)
 
