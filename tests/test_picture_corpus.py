@@ -309,8 +309,8 @@ def test_the_samples_are_as_many_as_asked_for_and_val_shows_each_picture_once(tm
     }
     assert kinds == {"train": [300, 50, 105], "val": [8, 0, 31]}
     assert built.told["samples"] == {
-        "train": {"one": 300, "two": 50, "text": 105},
-        "val": {"one": 8, "two": 0, "text": 31},
+        "train": {"one": 300, "two": 50, "text": 100},
+        "val": {"one": 8, "two": 0, "text": 30},
     }
     assert sum(built.told["instructions"].values()) == 358
     assert len(built.shown("val")) == 8

@@ -85,7 +85,7 @@ class Materials(Group):
 
 
 class Corpus(Group):
-    """The prompts, split into train and val by a hash of the prompt."""
+    """The prompts, and pictures with instructions, split into train and val by a hash of what they say or show."""
 
     presets: list[Preset] = fixed(
         ["demo"], "prompt sets: gustavosta, midjourney, diffusiondb, vidprom (downloaded), demo (generated)"

@@ -30,6 +30,7 @@ from trainer.picture_store import Store
 from trainer.prompt_cleaning import collapse, for_engine
 
 _MAX_LISTED = 100
+_KINDS = ("text", "one", "two")  # by number of pictures
 
 
 @dataclass
@@ -84,18 +85,11 @@ def build(
     if settings.n_text:
         counts = {"n_train": settings.n_text, "n_val": settings.n_val_text}
         splits = corpus.selected(settings.model_copy(update=counts), records, tally)
-    made = {
-        "train one": _singles(pools["train"], settings.n_image, settings, report),
-        "train two": _pairs(pools["train"], settings.n_two, settings, report),
-        "val one": _singles(pools["val"], min(settings.n_val_image, len(pools["val"])), settings, report),
-    }
-    _check_counts(made, splits, settings, tally)
-    samples = {
-        split: {"one": len(made[f"{split} one"]), "two": len(made.get(f"{split} two", ())), "text": len(splits[split])}
-        for split in ("train", "val")
-    }
-    for kind, rows in made.items():
-        splits[kind.split()[0]] |= rows
+    splits["train"] |= _singles(pools["train"], settings.n_image, settings, report)
+    splits["train"] |= _pairs(pools["train"], settings.n_two, settings, report)
+    splits["val"] |= _singles(pools["val"], min(settings.n_val_image, len(pools["val"])), settings, report)
+    samples = {split: _counted(rows.values()) for split, rows in splits.items()}
+    _check_counts(settings, samples, tally)
     corpus.write(splits, {"train": train, "val": val})
     store.drop_others({picture.name for picture in pictures})
     shown = {
@@ -243,22 +237,28 @@ def _rounds(pictures: list[Picture], count: int, settings: Corpus, report: _Repo
     return samples
 
 
-def _check_counts(made: dict[str, dict[str, Prompt]], texts: Splits, settings: Corpus, tally: Tally) -> None:
-    without = {split: sum(bool(prompt.text) for prompt in rows.values()) for split, rows in texts.items()}
-    for have, name in (
-        (len(made["train one"]), "n_image"),
-        (len(made["train two"]), "n_two"),
-        (without["train"], "n_text"),
-        (len(made["val one"]), "n_val_image"),
-        (without["val"], "n_val_text"),
-    ):
+def _counted(samples: Iterable[Prompt]) -> dict[str, int]:
+    """Samples with text alone, with one picture and with two."""
+    found = Counter(_KINDS[len(sample.images)] for sample in samples if sample.text or sample.images)
+    return {kind: found[kind] for kind in _KINDS}
+
+
+def _check_counts(settings: Corpus, samples: dict[str, dict[str, int]], tally: Tally) -> None:
+    train, val = samples["train"], samples["val"]
+    for name, have in {
+        "n_image": train["one"],
+        "n_two": train["two"],
+        "n_text": train["text"],
+        "n_val_image": val["one"],
+        "n_val_text": val["text"],
+    }.items():
         if have < (wanted := getattr(settings, name)):
+            change = "add to what they are made from" + (" or raise corpus.val_fraction" if "val" in name else "")
             tally.warn(
                 f"{have} samples are fewer than corpus.{name} ({wanted}), which also sets the number of shards; lower "
-                f"it to {have} for shards of the size that is set, add to what they are made from"
-                + (", or raise corpus.val_fraction" if "val" in name else "")
+                f"it to {have} for shards of the size that is set, or {change}"
             )
-    if (have := len(made["val one"]) + without["val"]) < MIN_VAL:
+    if (have := sum(val.values())) < MIN_VAL:
         raise TrainerError(
             f"only {have} val samples are left, and a validation needs {MIN_VAL}; raise corpus.n_val_image or "
             "corpus.val_fraction, or add pictures or prompts"
