@@ -88,6 +88,7 @@ def test_two_pictures_have_six_kinds_in_equal_shares():
         ("A little girl climbing into a wooden playhouse.", "little girl"),
         ("A black dog and a spotted dog are fighting", "black dog"),
         ("Several men in hard hats", "men"),
+        ("An Asian woman and her dog", "woman"),
         ("There is a cat", ""),
         ("Someone sits", ""),
         ("", ""),

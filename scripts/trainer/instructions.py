@@ -96,7 +96,7 @@ _PLACES = [
     *("a desert with dunes", "a field of sunflowers", "a city rooftop", "an empty theater stage"),
     *("a flooded cave", "a railway station", "a space station"),
 ]
-_COLOURS = ["red", "blue", "green", "yellow", "orange", "purple", "pink", "black", "white", "turquoise"]
+_COLOURS = ["crimson", "blue", "green", "orange", "purple", "pink", "turquoise", "gold", "silver", "copper"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -106,13 +106,14 @@ def _words(text: str) -> frozenset[str]:
 # Words that do not name what a caption is about: before it stand these,
 _BEFORE = _words(
     "a an the this that these those some several many few two three four five six seven eight nine ten one "
-    "another each every both all various couple group bunch pair lot number of his her their its our my your"
+    "another each every both all various couple group bunch pair lot number of his her their its our my your "
+    "asian african american"
 )
 # and these, which are kept with it.
 _ADJECTIVES = _words(
     "young old older elderly little small tiny large big huge giant tall short long tan dark light bright black "
     "white brown blonde red blue green yellow orange purple pink gray grey colorful spotted striped empty busy "
-    "wooden metal wet dry hairy bald beautiful pretty happy smiling asian african american female male adult "
+    "wooden metal wet dry hairy bald beautiful pretty happy smiling female male adult "
     "teenage professional sleeping snowy grassy sandy rocky modern antique vintage"
 )
 # It cannot be one of these.
@@ -167,7 +168,7 @@ def _background(captions: Captions, dice: _Dice) -> str:
 
 
 def _recolouring(captions: Captions, dice: _Dice) -> str:
-    return f"Make the {_subject(captions, dice)} {dice.choice(_COLOURS)}."
+    return f"Recolor the {_subject(captions, dice)} in {dice.choice(_COLOURS)}."
 
 
 def _styled_caption(captions: Captions, dice: _Dice) -> str:

@@ -85,6 +85,8 @@ def build(
     if settings.n_text:
         counts = {"n_train": settings.n_text, "n_val": settings.n_val_text}
         splits = corpus.selected(settings.model_copy(update=counts), records, tally)
+        for name, here in (("n_train", "n_text"), ("n_val", "n_val_text")):
+            tally.dropped[f"over {here}"] = tally.dropped.pop(f"over {name}")
     splits["train"] |= _singles(pools["train"], settings.n_image, settings, report)
     splits["train"] |= _pairs(pools["train"], settings.n_two, settings, report)
     splits["val"] |= _singles(pools["val"], min(settings.n_val_image, len(pools["val"])), settings, report)
