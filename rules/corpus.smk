@@ -1,4 +1,6 @@
-# Prompts: gathered, cleaned, de-duplicated and split into train and val.
+# Prompts, and pictures with instructions: gathered, cleaned, de-duplicated and split into train and val. The pictures
+# (corpus/images) are no output, which Snakemake would delete when the job is stopped or done again: each is decoded
+# once. What lies in image folders is told by a digest in the settings.
 
 
 rule corpus:
@@ -10,7 +12,9 @@ rule corpus:
             *settings.corpus.files,
             *filter(None, [settings.corpus.train_file, settings.corpus.val_file]),
         ],
-        presets=expand(f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role="prompts")),
+        presets=expand(
+            f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role=("prompts", "images"))
+        ),
     output:
         train=f"{RUN}/corpus/train.jsonl",
         val=f"{RUN}/corpus/val.jsonl",
@@ -21,7 +25,7 @@ rule corpus:
         f"{RUN}/benchmarks/corpus.tsv"
     params:
         settings=settings.model_dump(),
-    threads: 1
+    threads: 8 if settings.corpus.n_image else 1
     resources:
         mem_mb=16000,
         runtime="4h",

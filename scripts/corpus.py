@@ -1,15 +1,14 @@
-"""Rule corpus: gather, clean, de-duplicate and split the prompts."""
+"""Rule corpus: gather, clean, de-duplicate and split the prompts, and the pictures of packs that take some."""
 
-from trainer import config, corpus
+from trainer import config, corpus, packs, picture_corpus
 from trainer.job import job
 
 with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
-    corpus.build(
-        settings.corpus,
-        records=snakemake.input.presets,
-        train=snakemake.output.train,
-        val=snakemake.output.val,
-        summary=snakemake.output.summary,
-    )
+    inputs = {"settings": settings.corpus, "records": snakemake.input.presets}
+    outputs = {name: snakemake.output[name] for name in ("train", "val", "summary")}
+    if packs.get(settings.pack).images:
+        picture_corpus.build(**inputs, **outputs, threads=snakemake.threads)
+    else:
+        corpus.build(**inputs, **outputs)
     config.write_stage_settings(settings, "corpus")

@@ -151,6 +151,32 @@ def check_prompts(path: Path) -> str | None:
     return revision or None
 
 
+def check_pictures(folder: Path, names: list[str]) -> None:
+    """Check that archives of pictures are whole, and that of files numbered like `00003-of-00038` none is missing.
+
+    Raises:
+        TrainerError: which file is missing or damaged.
+    """
+    import zipfile
+
+    from pyarrow import ArrowException, parquet
+
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        if part := re.search(r"(\d{5})-of-(\d{5})", name):
+            numbers.setdefault(part[2], set()).add(int(part[1]))
+        try:
+            if name.endswith(".zip"):
+                zipfile.ZipFile(folder / name).close()
+            elif name.endswith(".parquet"):
+                parquet.read_metadata(folder / name)
+        except (OSError, zipfile.BadZipFile, ArrowException) as error:
+            raise TrainerError(f"{folder / name} is truncated or damaged ({type(error).__name__})") from None
+    for total, found in numbers.items():
+        if missing := sorted(set(range(int(total))) - found):
+            raise TrainerError(f"{folder} is incomplete: of {total} numbered files it lacks number {missing[0]}")
+
+
 def known_commit(folder: Path) -> str | None:
     """The commit that a snapshot is of, where the hub's own bookkeeping beside it says so."""
     if folder.parent.name == "snapshots" and is_commit(folder.name):

@@ -14,17 +14,20 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PositiveFloat,
+    PositiveInt,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from trainer import packs
+from trainer import packs, picture_sources
 from trainer.errors import TrainerError
 from trainer.files import write_if_changed
 
 Preset = Literal["demo", "gustavosta", "midjourney", "diffusiondb", "vidprom"]
+ImagePreset = Literal["flickr30k", "coco_captions"]
 
 
 def live(default: Any, description: str, **constraints: Any) -> Any:
@@ -35,6 +38,11 @@ def live(default: Any, description: str, **constraints: Any) -> Any:
 def fixed(default: Any, description: str, **constraints: Any) -> Any:
     """A field that results depend on: when it changes, its stage and all below are redone."""
     return Field(default, description=description, **constraints)
+
+
+def of_pictures(default: Any, description: str, **constraints: Any) -> Any:
+    """A fixed field of packs that take pictures; nothing of other packs depends on it."""
+    return Field(default, description=description, json_schema_extra={"pictures": True}, **constraints)
 
 
 class Group(BaseModel):
@@ -49,14 +57,17 @@ class Group(BaseModel):
         is_null = isinstance(value, str) and value.strip().lower() in ("null", "none", "~", "")
         return None if optional and is_null else value
 
-    def fingerprint(self) -> dict[str, Any]:
-        """The settings that results depend on, as JSON-able values."""
-        kept = {
-            name
-            for name, field in type(self).model_fields.items()
-            if not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("live"))
-        }
-        return self.model_dump(mode="json", include=kept)
+    @classmethod
+    def marked(cls, mark: Literal["live", "pictures"]) -> set[str]:
+        """Names of the fields made by `live` or by `of_pictures`."""
+        fields = cls.model_fields.items()
+        return {name for name, field in fields if isinstance(e := field.json_schema_extra, dict) and e.get(mark)}
+
+    def fingerprint(self, pictures: bool = False) -> dict[str, Any]:
+        """The settings that results depend on, as JSON-able values; of those `of_pictures` only if asked for."""
+        return self.model_dump(
+            mode="json", exclude=self.marked("live") | (set() if pictures else self.marked("pictures"))
+        )
 
 
 class Materials(Group):
@@ -74,7 +85,7 @@ class Materials(Group):
 
 
 class Corpus(Group):
-    """The prompts, split into train and val by a hash of the prompt."""
+    """The prompts, and pictures with instructions, split into train and val by a hash of what they say or show."""
 
     presets: list[Preset] = fixed(
         ["demo"], "prompt sets: gustavosta, midjourney, diffusiondb, vidprom (downloaded), demo (generated)"
@@ -102,6 +113,24 @@ class Corpus(Group):
         le=1,
     )
     seed: int = fixed(8, "seed of the split, the selection and the empties", ge=0)
+    image_presets: list[ImagePreset] = of_pictures(
+        [], "sets of captioned pictures: flickr30k (31,000), coco_captions (113,000), both downloaded"
+    )
+    image_folders: list[str] = of_pictures(
+        [], "folders of your own pictures, with captions, one a line, in 01.txt beside 01.jpg where there are some"
+    )
+    n_image: int = of_pictures(0, "training samples with one picture, at most", ge=0)
+    n_two: int = of_pictures(0, "training samples with two pictures, at most", ge=0)
+    n_text: int = of_pictures(0, "training samples without a picture, at most: prompts of presets and files", ge=0)
+    n_val_image: int = of_pictures(0, "validation samples with one picture, at most", ge=0)
+    n_val_text: int = of_pictures(0, "validation samples without a picture, at most", ge=0)
+    max_bad_pictures: float = Field(
+        0.3,
+        description="broken pictures are left out, but more than this share of a source stop the run",
+        json_schema_extra={"live": True, "pictures": True},
+        ge=0,
+        le=1,
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Corpus":
@@ -109,7 +138,7 @@ class Corpus(Group):
             raise ValueError("train_file and val_file go together: set both or neither")
         if self.train_file and (self.presets or self.files):
             raise ValueError("train_file is used as it is: set presets and files to [], or remove train_file")
-        if not (self.train_file or self.presets or self.files):
+        if not (self.train_file or self.presets or self.files or self.image_presets or self.image_folders):
             raise ValueError("no prompts: set presets, files, or train_file and val_file")
         if self.min_chars > self.max_chars:
             raise ValueError(f"min_chars {self.min_chars} is larger than max_chars {self.max_chars}")
@@ -139,6 +168,13 @@ class Precompute(Group):
     max_bad_fraction: float = live(
         0.05, "samples skipped (too long, non-finite rows) beyond this share of a block stop the run", ge=0, le=1
     )
+    reference_areas: list[tuple[PositiveInt, PositiveFloat]] = of_pictures(
+        [[147456, 0.35], [262144, 0.35], [589824, 0.2], [1048576, 0.1]],
+        "areas in pixels, each with its share of the samples, that reference pictures are scaled to where the engine "
+        "scales them to the area of its output",
+        min_length=1,
+    )
+    two_image_max_area: int = of_pictures(262144, "the largest of these areas for samples with two pictures", ge=1024)
 
 
 class Adapter(Group):
@@ -263,8 +299,12 @@ class Settings(Group):
     def blocks(self, split: Literal["train", "val"]) -> int:
         """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
         corpus, precompute = self.corpus, self.precompute
-        prompts = corpus.n_train if split == "train" else corpus.n_val
-        return -(-prompts // (precompute.shard_size * precompute.block_shards))
+        if packs.get(self.pack).images:
+            train, val = corpus.n_image + corpus.n_two + corpus.n_text, corpus.n_val_image + corpus.n_val_text
+        else:
+            train, val = corpus.n_train, corpus.n_val
+        samples = train if split == "train" else val
+        return -(-samples // (precompute.shard_size * precompute.block_shards))
 
 
 def load(config: dict[str, Any]) -> Settings:
@@ -274,9 +314,40 @@ def load(config: dict[str, Any]) -> Settings:
         TrainerError: one sentence naming the key, the value and what is allowed.
     """
     try:
-        return Settings.model_validate(config)
+        settings = Settings.model_validate(config)
     except ValidationError as errors:
         raise TrainerError(_sentence(errors.errors()[0])) from None
+    problem = _problem_of_pictures(settings) if packs.get(settings.pack).images else _stray_pictures(settings)
+    if problem:
+        raise TrainerError(f"the pack {settings.pack} takes {problem}")
+    return settings
+
+
+def _stray_pictures(settings: Settings) -> str | None:
+    for name, group in (("corpus", settings.corpus), ("precompute", settings.precompute)):
+        values = group.model_dump(mode="json")
+        for key in sorted(group.marked("pictures")):
+            if values[key] != type(group).model_fields[key].default:
+                return f"no pictures; leave the setting `{name}.{key}` out"
+    return None
+
+
+def _problem_of_pictures(settings: Settings) -> str | None:
+    corpus = settings.corpus
+    for key, counts in (("n_train", "n_image, n_two and n_text"), ("n_val", "n_val_image and n_val_text")):
+        if getattr(corpus, key) != Corpus.model_fields[key].default:
+            return f"pictures; instead of the setting `corpus.{key}`, set corpus.{counts}"
+    if corpus.train_file:
+        return "pictures; instead of the setting `corpus.train_file`, set corpus.files"
+    if not (corpus.image_presets or corpus.image_folders):
+        return "pictures; set corpus.image_presets or corpus.image_folders"
+    if not (corpus.n_image and corpus.n_val_image):
+        return "pictures; set both corpus.n_image and corpus.n_val_image"
+    if bool(corpus.n_text) != bool(corpus.n_val_text):
+        return "prompts without pictures for both splits or for neither; set both corpus.n_text and corpus.n_val_text"
+    if corpus.n_text and not (corpus.presets or corpus.files):
+        return "prompts without pictures from corpus.presets and corpus.files; set one of them, or corpus.n_text to 0"
+    return None
 
 
 def _sentence(error: Any) -> str:
@@ -308,12 +379,15 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
     the job ran, and Snakemake, which looks at inputs when a job has ended, would take the output for fresh.
     """
     folder = Path(settings.folder) / "settings"
-    corpus = settings.corpus.fingerprint()
+    pictures = packs.get(settings.pack).images
+    corpus = settings.corpus.fingerprint(pictures)
+    if (folders := settings.corpus.image_folders) and (not only or "corpus" in only):
+        corpus |= {"image_folders": {path: picture_sources.folder_digest(path) for path in folders}}
     stages: dict[str, Any] = {
         "materials": {"pack": settings.pack, **settings.materials.model_dump(include={"paths", "revisions"})},
         "corpus": corpus,
         "precompute": {"pack": settings.pack, "adapter": settings.adapter.model_dump(exclude={"width", "depth"})}
-        | settings.precompute.fingerprint()
+        | settings.precompute.fingerprint(pictures)
         # A sample's shard depends on their number, also where the corpus stays the same.
         | {"blocks": {split: settings.blocks(split) for split in ("train", "val")}},
         "train": {"adapter": settings.adapter.fingerprint(), "train": settings.train.fingerprint()},

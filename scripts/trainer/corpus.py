@@ -32,13 +32,17 @@ _BINS = 30
 
 
 class Prompt(NamedTuple):
-    """A prompt and the name of its source; of equal prompts the smallest of these tuples is taken."""
+    """A prompt, the name of its source, and its pictures; of equal prompts the smallest of these tuples is taken."""
 
     text: str
     source: str
+    images: tuple[str, ...] = ()
 
 
-class _Tally:
+Splits = dict[str, dict[str, Prompt]]  # by split and id
+
+
+class Tally:
     """What is told in corpus.json about the prompts that were read."""
 
     def __init__(self) -> None:
@@ -48,9 +52,11 @@ class _Tally:
         self.warnings: list[str] = []
 
     def reasons(self) -> str:
+        """Counts of what was dropped, in words."""
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()) if count) or "none"
 
     def warn(self, sentence: str) -> None:
+        """Tell a warning now and in corpus.json."""
         self.warnings.append(sentence)
         log.warning("warning: %s", sentence)
 
@@ -70,21 +76,38 @@ def build(
     Raises:
         TrainerError: a source cannot be read, or too few prompts are left.
     """
-    tally = _Tally()
+    tally = Tally()
     if settings.train_file and settings.val_file:
         splits = _ready_made(settings.train_file, settings.val_file, tally)
     else:
-        splits = _split(_gathered(settings, _sources(settings, records), tally), settings, tally)
-    prompts = {split: {key: prompt for key, prompt in rows.items() if prompt.text} for split, rows in splits.items()}
+        splits = selected(settings, records, tally)
+    prompts = _with_text(splits)
     _check_sizes(settings, prompts, tally)
-    for split, path in (("train", train), ("val", val)):
-        _write(path, splits[split])
-    write_json(summary, _summary(splits, prompts, tally))
+    write(splits, {"train": train, "val": val})
+    write_json(summary, summarized(splits, tally))
     log.info(
         "corpus: %d train and %d val prompts of %d read; dropped: %s",
         *(len(prompts["train"]), len(prompts["val"]), tally.read.total()),
         tally.reasons(),
     )
+
+
+def selected(settings: Corpus, records: Iterable[str | Path], tally: Tally) -> Splits:
+    """At most n_train and n_val prompts of the presets and files, and the empty ones that go with them.
+
+    Raises:
+        TrainerError: a source cannot be read.
+    """
+    return _split(_gathered(settings, _sources(settings, records), tally), settings, tally)
+
+
+def write(splits: Splits, paths: dict[str, str | Path]) -> None:
+    """Write each split as JSON lines {"id", "text", "source"}, and "images" where there are some, sorted by id."""
+    for split, path in paths.items():
+        with written_whole(path) as aside, open(aside, "w", encoding="utf-8", newline="\n") as file:
+            for key, (text, source, images) in sorted(splits[split].items()):
+                row = {"id": key, "text": text, "source": source} | ({"images": images} if images else {})
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def prompt_id(text: str) -> str:
@@ -116,7 +139,7 @@ def _sources(settings: Corpus, records: Iterable[str | Path]) -> Iterator[tuple[
         yield file, prompt_sources.read(file)
 
 
-def _texts(source: str, rows: Iterable[Row], tally: _Tally) -> Iterator[str]:
+def _texts(source: str, rows: Iterable[Row], tally: Tally) -> Iterator[str]:
     """The texts of one source; rows without one are counted and listed.
 
     Raises:
@@ -143,7 +166,7 @@ def _texts(source: str, rows: Iterable[Row], tally: _Tally) -> Iterator[str]:
     log.info("corpus: %d prompts read from %s", read, source)
 
 
-def _gathered(settings: Corpus, sources: Iterable[tuple[str, Iterable[Row]]], tally: _Tally) -> dict[str, Prompt]:
+def _gathered(settings: Corpus, sources: Iterable[tuple[str, Iterable[Row]]], tally: Tally) -> dict[str, Prompt]:
     """Clean prompts of the right length by id, each once."""
     clean = for_engine if settings.clean == "engine" else collapse
     prompts: dict[str, Prompt] = {}
@@ -159,7 +182,7 @@ def _gathered(settings: Corpus, sources: Iterable[tuple[str, Iterable[Row]]], ta
     return prompts
 
 
-def _add(prompts: dict[str, Prompt], prompt: Prompt, tally: _Tally) -> None:
+def _add(prompts: dict[str, Prompt], prompt: Prompt, tally: Tally) -> None:
     key = prompt_id(prompt.text)
     if key in prompts:
         tally.dropped["exact duplicate"] += 1
@@ -167,7 +190,7 @@ def _add(prompts: dict[str, Prompt], prompt: Prompt, tally: _Tally) -> None:
     prompts[key] = prompt
 
 
-def _split(prompts: dict[str, Prompt], settings: Corpus, tally: _Tally) -> dict[str, dict[str, Prompt]]:
+def _split(prompts: dict[str, Prompt], settings: Corpus, tally: Tally) -> Splits:
     """The selected prompts of both splits, and their empties."""
     ranks = {key: rank(key, settings.seed) for key in prompts}
     keys = sorted(prompts, key=ranks.__getitem__)
@@ -198,12 +221,12 @@ def _empties(split: str, count: int) -> dict[str, Prompt]:
     return {prompt_id(f"empty-{split}-{number}"): Prompt("", "empty") for number in range(count)}
 
 
-def _ready_made(train_file: str, val_file: str, tally: _Tally) -> dict[str, dict[str, Prompt]]:
+def _ready_made(train_file: str, val_file: str, tally: Tally) -> Splits:
     """Both splits as they are in files of the user: empty prompts are kept, nothing is cleaned, limited or added.
 
     Repetitions go (a prompt has one id), and so do train prompts that are also in val.
     """
-    splits: dict[str, dict[str, Prompt]] = {}
+    splits: Splits = {}
     for split, file in (("val", val_file), ("train", train_file)):
         prompts: dict[str, Prompt] = {}
         empty = 0
@@ -223,7 +246,7 @@ def _ready_made(train_file: str, val_file: str, tally: _Tally) -> dict[str, dict
     return splits
 
 
-def _check_sizes(settings: Corpus, prompts: dict[str, dict[str, Prompt]], tally: _Tally) -> None:
+def _check_sizes(settings: Corpus, prompts: Splits, tally: Tally) -> None:
     sizes = {split: len(rows) for split, rows in prompts.items()}
     left = f"of {tally.read.total()} prompts that were read (dropped: {tally.reasons()})"
     if not sizes["train"]:
@@ -248,19 +271,12 @@ def _check_sizes(settings: Corpus, prompts: dict[str, dict[str, Prompt]], tally:
             )
 
 
-def _write(path: str | Path, prompts: dict[str, Prompt]) -> None:
-    with written_whole(path) as aside, open(aside, "w", encoding="utf-8", newline="\n") as file:
-        for key in sorted(prompts):
-            text, source = prompts[key]
-            file.write(json.dumps({"id": key, "text": text, "source": source}, ensure_ascii=False) + "\n")
-
-
-def _summary(
-    splits: dict[str, dict[str, Prompt]], prompts: dict[str, dict[str, Prompt]], tally: _Tally
-) -> dict[str, Any]:
+def summarized(splits: Splits, tally: Tally) -> dict[str, Any]:
+    """What corpus.json says."""
+    prompts = _with_text(splits)
     by_source = {split: Counter(prompt.source for prompt in rows.values()) for split, rows in prompts.items()}
     lengths = {split: [len(prompt.text) for prompt in rows.values()] for split, rows in prompts.items()}
-    edges = _edges(max(max(listed) for listed in lengths.values()))
+    edges = _edges(max(max(listed, default=0) for listed in lengths.values()))
     return {
         **{
             split: {"prompts": len(prompts[split]), "empty": len(splits[split]) - len(prompts[split])}
@@ -278,6 +294,10 @@ def _summary(
         "skipped": tally.skipped,
         "warnings": tally.warnings,
     }
+
+
+def _with_text(splits: Splits) -> Splits:
+    return {split: {key: prompt for key, prompt in rows.items() if prompt.text} for split, rows in splits.items()}
 
 
 def _edges(longest: int) -> list[int]:

@@ -10,11 +10,15 @@ from trainer.errors import TrainerError
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt; `id` is 16 hex digits of a hash of it, which also say which shard it belongs to."""
+    """One prompt and the names of its pictures in corpus/images.
+
+    `id` is 16 hex digits of a hash of both, which also say which shard it belongs to.
+    """
 
     id: str
     text: str
     source: str
+    images: tuple[str, ...] = ()
 
     def shard(self, count: int) -> int:
         """The number of its shard among `count`."""
@@ -31,4 +35,5 @@ def read(path: Path) -> Iterator[Sample]:
         raise TrainerError(f"{path} is missing; run the stage that writes it (`corpus`)")
     with open(path, encoding="utf-8") as lines:
         for line in lines:
-            yield Sample(**json.loads(line))
+            row = json.loads(line)
+            yield Sample(row["id"], row["text"], row["source"], tuple(row.get("images", ())))

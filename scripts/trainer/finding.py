@@ -222,6 +222,8 @@ class _Search:
             completeness.check_config(path, file, {key: _resolved(value, adapter) for key, value in expects.items()})
         if material.role in ("teacher", "companion"):
             completeness.check_weights(path, names)
+        if material.role == "images":
+            completeness.check_pictures(path, names)
         return names, completeness.known_commit(path)
 
     def _fetch(self, refused: str) -> Record:

@@ -146,7 +146,7 @@ def download(material: Material, hub: Listing, digests: Digests) -> Path:
             progress.update(count / 1e6)
 
     def fetch(digest: str) -> None:
-        url = hf_hub_url(hub.repository, large[digest], revision=hub.commit)
+        url = hf_hub_url(hub.repository, large[digest], repo_type=_type(material), revision=hub.commit)
         with _locked(folder, digest):
             _fetch(url, blobs / digest, sizes[digest], received, digests)
 
@@ -157,7 +157,12 @@ def download(material: Material, hub: Listing, digests: Digests) -> Path:
             stop.set()
             raise
         snapshot_download(
-            hub.repository, revision=hub.commit, allow_patterns=names, token=_token(), max_workers=WORKERS
+            hub.repository,
+            repo_type=_type(material),
+            revision=hub.commit,
+            allow_patterns=names,
+            token=_token(),
+            max_workers=WORKERS,
         )
     return snapshot
 
@@ -283,7 +288,7 @@ def _column(file: str, column: str) -> Iterator[Any]:
 
 def how_to_get(material: Material, revision: str) -> str:
     """How to get a material by hand, where there is a network."""
-    dataset = " --repo-type dataset" if material.kind == "prompts" else ""
+    dataset = " --repo-type dataset" if _type(material) == "dataset" else ""
     wanted = "".join(f' --include "{pattern}"' for pattern in alternatives(material.patterns + material.optional))
     return (
         f"run `hf download {material.repository}{dataset} --revision {revision}{wanted}` where there is a network, "
@@ -297,7 +302,7 @@ def _repository(material: Material) -> str:
 
 
 def _type(material: Material) -> str:
-    return "dataset" if material.kind == "prompts" else "model"
+    return "dataset" if material.role in ("prompts", "images") else "model"
 
 
 def _cache(material: Material) -> Path:

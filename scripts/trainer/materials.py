@@ -11,6 +11,7 @@ from trainer import files, packs
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.packs.base import Material, prompt_material
+from trainer.packs.picture_sets import picture_material
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,5 @@ def get(settings: Settings, id: str) -> Material:
 def declared(settings: Settings) -> list[Material]:
     """All materials of the settings' pack and presets."""
     presets = [prompt_material(preset) for preset in settings.corpus.presets if preset != "demo"]
-    return [*packs.get(settings.pack).materials, *presets]
+    pictures = map(picture_material, settings.corpus.image_presets)
+    return [*packs.get(settings.pack).materials, *presets, *pictures]

@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from safetensors import SafetensorError, safe_open
 
-from trainer import __version__, packs
+from trainer import __version__, contact_sheet, packs
 from trainer.config import Settings
 from trainer.files import read_json, sha256, write_text
 from trainer.job import duration
@@ -92,6 +92,7 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         corpus=corpus,
         shards=read_json(run_folder / "shards.json"),
         charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
+        sheet=contact_sheet.samples(run_folder / "corpus"),
         histogram=length_histogram(corpus.get("length_histogram") or {}),
         when=_when(metrics["time"]),
         quality=steps_and_quality(run_folder, evaluation, gguf, pack.metric),

@@ -24,7 +24,7 @@ class Material:
     id: str
     kind: Literal["hub", "file", "package", "prompts"]
     title: str
-    role: Literal["teacher", "student", "tokenizer", "prompts", "companion"]
+    role: Literal["teacher", "student", "tokenizer", "prompts", "images", "companion"]
     repository: str | None = None
     revision: str = "main"
     patterns: tuple[str, ...] = ()
@@ -89,6 +89,7 @@ class Pack:
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
     companion_options: what the companion adds to the command line, as `{companion}`.
+    images: whether samples may have pictures.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Pack:
     gguf: dict[str, str] = field(default_factory=dict)
     command: str = ""
     companion_options: str = ""
+    images: bool = False
 
     @property
     def companion(self) -> Material | None:

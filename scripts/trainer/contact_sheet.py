@@ -1,0 +1,62 @@
+"""Some samples with their pictures, small enough to be part of a page."""
+
+import base64
+from collections.abc import Iterator
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from trainer import corpus_files
+from trainer.corpus_files import Sample
+from trainer.pictures import open_rgb
+
+SIDE = 176  # pixels of the longer side
+_SINGLES, _PAIRS = 20, 4
+
+
+def samples(corpus: Path) -> list[dict[str, Any]]:
+    """Samples of a corpus with pictures: text, source, and thumbnails as data URIs; empty if it has none.
+
+    Always the same ones: the first train samples by id, which is a hash, with one picture and with two. A sample whose
+    pictures are no longer there is left out.
+
+    Args:
+        corpus: the folder with train.jsonl and images.
+    """
+    if not (corpus / "images").is_dir():
+        return []
+    chosen = [
+        sample
+        for number, count in ((1, _SINGLES), (2, _PAIRS))
+        for sample in islice(_with_pictures(corpus, number), count)
+    ]
+    return [
+        {
+            "text": sample.text,
+            "source": sample.source,
+            "images": [thumbnail(corpus / "images" / name) for name in sample.images],
+        }
+        for sample in chosen
+    ]
+
+
+def thumbnail(path: Path) -> str:
+    """A picture as a data URI, at most `SIDE` pixels on a side.
+
+    Raises:
+        TrainerError: the picture cannot be read.
+    """
+    image = open_rgb(path)
+    image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
+    data = BytesIO()
+    image.save(data, "JPEG", quality=70, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def _with_pictures(corpus: Path, number: int) -> Iterator[Sample]:
+    for sample in corpus_files.read(corpus / "train.jsonl"):
+        if len(sample.images) == number and all((corpus / "images" / name).is_file() for name in sample.images):
+            yield sample

@@ -1,0 +1,176 @@
+"""Captioned pictures from where they lie: folders of the user, and the files of the sets that can be downloaded.
+
+A source is read once, from its beginning to its end, as bytes: nothing here decodes a picture. Light to import: the
+Snakefile asks for the digests of folders on every call.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.errors import TrainerError
+from trainer.files import digest
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_COLUMNS = {"image", "sentences_raw"}
+
+
+class Found(NamedTuple):
+    """The bytes of a picture's file and its captions, or why they cannot be had. `name`: where it is in its source."""
+
+    name: str
+    data: bytes
+    captions: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class Source(NamedTuple):
+    """Some pictures: their number and themselves."""
+
+    name: str
+    count: int
+    pictures: Iterator[Found]
+
+
+def preset(name: str, path: str | Path) -> Source:
+    """The pictures of a downloaded set.
+
+    Raises:
+        TrainerError: its files are damaged or not as they should be.
+    """
+    return {"flickr30k": _flickr30k, "coco_captions": _coco_captions}[name](name, Path(path))
+
+
+def folder(path: str) -> Source:
+    """The pictures in a folder and below; `01.txt` beside `01.jpg` holds its captions, one a line.
+
+    Raises:
+        TrainerError: there is no such folder, or there are no pictures in it.
+    """
+    names = [name for name, _ in _listing(path) if name.lower().endswith(SUFFIXES)]
+    if not names:
+        raise TrainerError(
+            f"the image folder {path} holds no {', '.join(SUFFIXES)} files; take it out of corpus.image_folders"
+        )
+
+    def pictures() -> Iterator[Found]:
+        for name in names:
+            file = Path(path, name)
+            try:
+                notes = file.with_suffix(".txt")
+                text = notes.read_text(encoding="utf-8-sig", errors="replace") if notes.is_file() else ""
+                yield Found(_shown(name), file.read_bytes(), tuple(text.splitlines()))
+            except OSError as error:
+                yield Found(_shown(name), b"", problem=error.strerror or type(error).__name__)
+
+    return Source(path, len(names), pictures())
+
+
+def folder_digest(path: str) -> str:
+    """A digest of the names, sizes and times of a folder's pictures and captions: another one if anything changed.
+
+    Raises:
+        TrainerError: there is no such folder.
+    """
+    return digest([[_shown(name), stat.st_size, stat.st_mtime_ns] for name, stat in _listing(path)])
+
+
+def _listing(path: str) -> list[tuple[str, os.stat_result]]:
+    """Names of the pictures and captions in a folder and below, in order, without hidden ones."""
+    if not Path(path).is_dir():
+        raise TrainerError(f"the image folder {path} does not exist; correct its path in corpus.image_folders")
+    found: list[tuple[str, os.stat_result]] = []
+    todo = [""]
+    while todo:
+        below = todo.pop()
+        with os.scandir(Path(path, below)) as entries:
+            for entry in entries:
+                name = f"{below}/{entry.name}" if below else entry.name
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(name)
+                elif name.lower().endswith((*SUFFIXES, ".txt")) and entry.is_file():
+                    found.append((name, entry.stat()))
+    return sorted(found)
+
+
+def _shown(name: str) -> str:
+    """A file's name as text that can be written: not all names are UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _flickr30k(name: str, root: Path) -> Source:
+    """A zip of JPEGs, found by the last part of their names, and a CSV: `raw` is a JSON list of captions."""
+    import zipfile
+
+    archive = _opened(zipfile.ZipFile, root / "flickr30k-images.zip", (zipfile.BadZipFile, OSError))
+    members = {member.filename.rpartition("/")[2]: member for member in archive.infolist() if not member.is_dir()}
+    table = root / "flickr_annotations_30k.csv"
+    rows = []
+    with open(table, encoding="utf-8-sig", errors="replace", newline="") as file:
+        for row in csv.DictReader(file):
+            if not {"raw", "filename"} <= row.keys():
+                raise TrainerError(f"{table} has no columns `raw` and `filename`; replace the file")
+            rows.append((row["filename"] or "", row["raw"] or "[]"))
+    # In the order of the zip, so that it is read from its beginning to its end.
+    rows.sort(key=lambda row: members[row[0]].header_offset if row[0] in members else -1)
+
+    def pictures() -> Iterator[Found]:
+        with archive:
+            for file, raw in rows:
+                if file not in members:
+                    yield Found(file, b"", problem=f"not in {root / 'flickr30k-images.zip'}")
+                    continue
+                try:
+                    yield Found(file, archive.read(members[file]), _captions(json.loads(raw)))
+                except Exception as error:  # zlib's, zipfile's, or of captions that are no JSON
+                    yield Found(file, b"", problem=str(error).partition("\n")[0] or type(error).__name__)
+
+    return Source(name, len(rows), pictures())
+
+
+def _coco_captions(name: str, root: Path) -> Source:
+    """Parquet files with columns `image` {bytes, path} and `sentences_raw`, read row group after row group."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    failures = (pa.ArrowException, OSError)
+    paths = sorted((root / "data").glob("*.parquet"))
+    files = [_opened(parquet.ParquetFile, path, failures) for path in paths]
+    for path, file in zip(paths, files, strict=True):
+        if not set(file.schema_arrow.names) >= _COLUMNS:
+            raise TrainerError(f"{path} has no columns `image` and `sentences_raw`; replace the file")
+
+    def pictures() -> Iterator[Found]:
+        for path, file in zip(paths, files, strict=True):
+            number = 0
+            with file:
+                try:
+                    for batch in file.iter_batches(batch_size=32, columns=sorted(_COLUMNS)):
+                        for row in batch.to_pylist():
+                            number += 1
+                            image = row["image"] or {}
+                            label = image.get("path") or f"{path.name}, row {number}"
+                            data = image.get("bytes") or b""
+                            yield Found(label, data, _captions(row["sentences_raw"]), "" if data else "no bytes")
+                except failures as error:
+                    reason = str(error).partition("\n")[0].rstrip(".")
+                    raise TrainerError(f"{path} cannot be read as parquet ({reason}); replace the file") from None
+
+    return Source(name, sum(file.metadata.num_rows for file in files), pictures())
+
+
+def _opened(opener: Any, path: Path, failures: tuple[type[Exception], ...]) -> Any:
+    try:
+        return opener(path)
+    except failures as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise TrainerError(f"{path} cannot be read ({reason}); replace the file") from None
+
+
+def _captions(listed: Iterable[Any] | None) -> tuple[str, ...]:
+    return tuple(caption for caption in listed or () if isinstance(caption, str))
