@@ -11,14 +11,16 @@ import tiny_models
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from trainer import reference_images, teachers
-from trainer.chat_templates import Prompt, Slots
+from trainer.chat_templates import Chat, Prompt, Slots
 from trainer.devices import GIB, Budget
 from trainer.errors import TrainerError
 from trainer.streaming import Activations, Executor, Part, State
 from trainer.teachers.qwen3_vl import Qwen3Vl
 from transformers import Qwen3Config, Qwen3Model, Qwen3VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 KINDS = ("qwen3_vl_mageflow", "qwen3_vl_qwen_image")
 PICTURE = 299
@@ -149,6 +151,42 @@ def test_mageflow_rows_are_those_of_a_plain_qwen3_with_embeddings_replaced(
             expected = plain(inputs_embeds=embeddings).last_hidden_state[0]
             torch.testing.assert_close(rows[: len(prompt.ids)], expected, atol=1e-5, rtol=1e-5)
     assert not len(vision)
+
+
+def test_real_prompts_and_pictures_come_out_as_from_transformers_own_processor(tmp_path: Path) -> None:
+    """From two pictures and a text to rows, with Qwen's own ids."""
+    if not tiny_models.shared("tokenizers/qwen2/merges.txt"):
+        pytest.skip("no shared/tokenizers beside the checkout")
+    files = tiny_models.qwen2_tokenizer(tmp_path / "qwen2", merges=None)
+    path = tiny_models.qwen3_vl_snapshot(tmp_path / "snapshot", hidden=16, vocabulary=151674, picture_id=151655)
+    teacher = teachers.load("qwen3_vl_qwen_image", path, torch.float32)
+    contract = teacher.contract
+    chat = Chat(contract.template, Tokenizer.from_file(str(files / "tokenizer.json")), files)
+    random = np.random.default_rng(2)
+    images = [random.integers(0, 256, (*size, 3), np.uint8) for size in ((64, 96), (128, 64))]
+    sizes = [contract.size(*image.shape[:2], image.size // 3) for image in images]
+    (prompt,) = chat.prompts(["blend both"], [[(high // 32, wide // 32) for high, wide in sizes]])
+    states = [
+        {
+            "patches": torch.from_numpy(reference_images.patches(contract.pixels(image, size)))[None],
+            "grid": torch.tensor([size]) // 16,
+        }
+        for image, size in zip(images, sizes, strict=True)
+    ]
+    seen = run(teacher, teacher.vision_parts, states, tmp_path)
+    pictures = [{name: tensor[0] for name, tensor in state.items()} for state in seen]
+    (found,) = run(teacher, teacher.parts, [teacher.batch([prompt], [pictures])], tmp_path)
+
+    half = (0.5, 0.5, 0.5)
+    processor = Qwen2VLImageProcessorPil(do_resize=False, image_mean=half, image_std=half, patch_size=16)
+    ids = torch.tensor([prompt.ids])
+    whole = Qwen3VLModel.from_pretrained(path).eval()
+    whole.language_model.norm = torch.nn.Identity()
+    with torch.no_grad():
+        expected = whole(
+            input_ids=ids, mm_token_type_ids=(ids == 151655).int(), **processor(images=images, return_tensors="pt")
+        )
+    torch.testing.assert_close(found["rows"], expected.last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_are_those_of_transformers(snapshot: Path, reference: Qwen3VLModel) -> None:

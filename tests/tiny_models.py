@@ -258,23 +258,25 @@ def bert_snapshot(folder: Path, dim: int = 32, layers: int = 2, heads: int = 2, 
 def qwen3_vl_snapshot(
     folder: Path,
     hidden: int = 32,
-    layers: int = 4,
     vocabulary: int = 300,
     picture_id: int = 299,
     max_shard_size: str = "60KB",
     seed: int = 0,
 ) -> Path:
-    """Write a Qwen3-VL with three blocks in its tower, whose inner two give features, in several files."""
+    """Write a Qwen3-VL with four layers and three blocks in its tower, the first two giving features, in several files.
+
+    Theta is small, so that all angles of its few positions count.
+    """
     text = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": 48,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 4,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+            "rope_type": "default", "rope_theta": 1e3, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
         },
     }  # fmt: skip
     vision = {
