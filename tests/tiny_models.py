@@ -18,6 +18,8 @@ from transformers import (
     LlamaModel,
     Qwen3Config,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
@@ -250,6 +252,45 @@ def bert_snapshot(folder: Path, dim: int = 32, layers: int = 2, heads: int = 2, 
     tokenizer.enable_padding(length=128)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
+    return folder
+
+
+def qwen3_vl_snapshot(
+    folder: Path,
+    hidden: int = 32,
+    vocabulary: int = 300,
+    picture_id: int = 299,
+    max_shard_size: str = "60KB",
+    seed: int = 0,
+) -> Path:
+    """Write a Qwen3-VL with four layers and three blocks in its tower, the first two giving features, in several files.
+
+    Theta is small, so that all angles of its few positions count.
+    """
+    text = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e3, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    vision = {
+        "depth": 3,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": hidden,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=picture_id)
+    model = _randomized(Qwen3VLForConditionalGeneration, config, seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

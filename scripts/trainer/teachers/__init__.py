@@ -13,7 +13,7 @@ from trainer.errors import TrainerError
 from trainer.streaming import Part, State, check
 from trainer.weights import Weights
 
-Kind = Literal["t5", "bert", "llada"]
+Kind = Literal["t5", "bert", "llada", "qwen3_vl_mageflow", "qwen3_vl_qwen_image"]
 
 
 class Teacher(Protocol):

@@ -1,0 +1,84 @@
+"""Reference pictures as the engine shows them to Qwen3-VL's vision tower: the same pixels, cut into patches.
+
+A picture is uint8 RGB [H, W, 3], upright and without transparency. Both models of the engine pick the nearest pixel:
+of `size` pixels made of `length`, number i is number i * length // size.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A row of the tower's output stands for a square of SLOT pixels: MERGE x MERGE patches of PATCH pixels. The tower takes
+# films; a picture is one of FRAMES equal frames.
+PATCH, MERGE, FRAMES = 16, 2, 2
+SLOT = PATCH * MERGE
+_LONGEST = 384
+_CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+_CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+
+Size = tuple[int, int]
+Pixels = NDArray[np.float32]
+
+
+def mageflow_size(height: int, width: int, area: int | None = None) -> Size:
+    """Height and width at which MageFlow's tower sees a picture.
+
+    Args:
+        height: of the picture, in pixels.
+        width: likewise.
+        area: of no meaning here; other models take it.
+    """
+    sides = _rounded(height), _rounded(width)
+    if max(sides) <= _LONGEST:
+        return sides
+    # In f32, which may end just below a multiple of 32.
+    scale = np.float32(_LONGEST) / np.float32(max(sides))
+    high, wide = (max(SLOT, int(np.float32(side) * scale / np.float32(SLOT)) * SLOT) for side in sides)
+    return high, wide
+
+
+def qwen_image_size(height: int, width: int, area: int) -> Size:
+    """Height and width at which Qwen-Image's tower sees a picture, for about `area` pixels in its own proportions."""
+    wide = (area * width // height) ** 0.5
+    return _rounded(wide * height / width), _rounded(wide)
+
+
+def mageflow_pixels(image: NDArray[np.uint8], size: Size) -> Pixels:
+    """A picture that fills `size`, cut at its middle, standardized as CLIP's, [h, w, 3]."""
+    scale = max(np.float32(to) / np.float32(of) for of, to in zip(image.shape, size, strict=False))
+    rows, columns = (_covering(of, to, scale) for of, to in zip(image.shape, size, strict=False))
+    return (_unit(image[rows[:, None], columns]) - _CLIP_MEAN) / _CLIP_STD
+
+
+def qwen_image_pixels(image: NDArray[np.uint8], size: Size) -> Pixels:
+    """A picture stretched to `size`, from -1 to 1, [h, w, 3]."""
+    rows, columns = (np.arange(to) * of // to for of, to in zip(image.shape, size, strict=False))
+    return 2 * _unit(image[rows[:, None], columns]) - 1
+
+
+def patches(pixels: Pixels) -> NDArray[np.float32]:
+    """What the tower reads of [h, w, 3], sides being multiples of 32: [N, 3 * FRAMES * PATCH * PATCH].
+
+    N = h / PATCH * w / PATCH; the MERGE x MERGE patches of a row of its output follow each other.
+    """
+    high, wide, channels = pixels.shape
+    cut = pixels.reshape(high // SLOT, MERGE, PATCH, wide // SLOT, MERGE, PATCH, channels)
+    cut = cut.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+    frames = np.broadcast_to(cut, (*cut.shape[:5], FRAMES, PATCH, PATCH))
+    return frames.reshape(-1, channels * FRAMES * PATCH * PATCH)
+
+
+def _rounded(side: float) -> int:
+    return max(SLOT, round(side / SLOT) * SLOT)
+
+
+def _covering(length: int, size: int, scale: np.float32) -> NDArray[np.int64]:
+    """The `size` middle ones of `length` pixels that were scaled; the last repeats where f32 leaves one too few."""
+    scaled = int(np.float32(length) * scale)
+    places = np.arange(size) + max(scaled - size, 0) // 2
+    return np.minimum(places, scaled - 1) * length // scaled
+
+
+def _unit(image: NDArray[Any]) -> Pixels:
+    return image.astype(np.float32) / np.float32(255)
