@@ -158,6 +158,9 @@ class Precompute(Group):
         "auto", "auto: bf16 on a GPU or a CPU that multiplies in bf16, else f32"
     )
     student_dtype: Literal["auto", "bf16", "f16", "f32"] = fixed("auto", "as teacher_dtype, for the student")
+    storage: Literal["bf16", "int8"] = fixed(
+        "bf16", "how rows are stored in shards; int8, with a scale for each row, takes half the space"
+    )
     batch_tokens: int = live(
         0, "tokens a batch, padding included; 0: 1024 a GiB of GPU memory, 2048 on a CPU", ge=0, le=1_000_000
     )
@@ -185,6 +188,9 @@ class Adapter(Group):
     student_dim: int | None = fixed(None, "hidden size of the student; null: what the pack's engine model needs", ge=1)
     teacher_dim: int | None = fixed(None, "size of a teacher row; null: what the pack's engine model needs", ge=1)
     queries: int | None = fixed(None, "query slots; null: what the pack's engine model needs", ge=1)
+    vision_dim: int | None = of_pictures(
+        None, "size of a row of a picture; null: what the pack's engine model needs", ge=1
+    )
     vocabulary: int | None = fixed(
         None, "rows of the seed table; null: the pack's teacher vocabulary, or no table for a pack that has none", ge=1
     )
@@ -270,7 +276,7 @@ class Settings(Group):
             raise ValueError(
                 f"adapter.vocabulary is set, and the slots of pack {pack.name} have no seed table: remove it"
             )
-        for field in ("student_dim", "teacher_dim", "queries", "vocabulary"):
+        for field in ("student_dim", "teacher_dim", "vision_dim", "queries", "vocabulary"):
             if getattr(self.adapter, field) is None:
                 setattr(self.adapter, field, getattr(pack, field))
         self.export.name = self.export.name or pack.file_name
@@ -299,7 +305,7 @@ class Settings(Group):
     def blocks(self, split: Literal["train", "val"]) -> int:
         """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
         corpus, precompute = self.corpus, self.precompute
-        if packs.get(self.pack).images:
+        if packs.get(self.pack).vision_dim:
             train, val = corpus.n_image + corpus.n_two + corpus.n_text, corpus.n_val_image + corpus.n_val_text
         else:
             train, val = corpus.n_train, corpus.n_val
@@ -317,14 +323,18 @@ def load(config: dict[str, Any]) -> Settings:
         settings = Settings.model_validate(config)
     except ValidationError as errors:
         raise TrainerError(_sentence(errors.errors()[0])) from None
-    problem = _problem_of_pictures(settings) if packs.get(settings.pack).images else _stray_pictures(settings)
+    problem = _problem_of_pictures(settings) if packs.get(settings.pack).vision_dim else _stray_pictures(settings)
     if problem:
         raise TrainerError(f"the pack {settings.pack} takes {problem}")
     return settings
 
 
 def _stray_pictures(settings: Settings) -> str | None:
-    for name, group in (("corpus", settings.corpus), ("precompute", settings.precompute)):
+    for name, group in (
+        ("corpus", settings.corpus),
+        ("precompute", settings.precompute),
+        ("adapter", settings.adapter),
+    ):
         values = group.model_dump(mode="json")
         for key in sorted(group.marked("pictures")):
             if values[key] != type(group).model_fields[key].default:
@@ -379,22 +389,30 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
     the job ran, and Snakemake, which looks at inputs when a job has ended, would take the output for fresh.
     """
     folder = Path(settings.folder) / "settings"
-    pictures = packs.get(settings.pack).images
+    pictures = packs.get(settings.pack).vision_dim is not None
     corpus = settings.corpus.fingerprint(pictures)
     if (folders := settings.corpus.image_folders) and (not only or "corpus" in only):
         corpus |= {"image_folders": {path: picture_sources.folder_digest(path) for path in folders}}
+    adapter = settings.adapter.fingerprint(pictures)
+    rows = {key: value for key, value in adapter.items() if key not in ("width", "depth")}
     stages: dict[str, Any] = {
         "materials": {"pack": settings.pack, **settings.materials.model_dump(include={"paths", "revisions"})},
         "corpus": corpus,
-        "precompute": {"pack": settings.pack, "adapter": settings.adapter.model_dump(exclude={"width", "depth"})}
+        "precompute": {"pack": settings.pack, "adapter": rows}
         | settings.precompute.fingerprint(pictures)
         # A sample's shard depends on their number, also where the corpus stays the same.
         | {"blocks": {split: settings.blocks(split) for split in ("train", "val")}},
-        "train": {"adapter": settings.adapter.fingerprint(), "train": settings.train.fingerprint()},
+        "train": {"adapter": adapter, "train": settings.train.fingerprint()},
         "plan": {"steps": settings.train.steps},
         "export": {"run": settings.run, **settings.export.fingerprint()},
         "evaluate": settings.evaluate.fingerprint(),
     }
+    if settings.adapter.vision_dim:
+        stages["vision_proj"] = {
+            "pack": settings.pack,
+            "teacher": settings.precompute.teacher,
+            **settings.adapter.model_dump(include={"student_dim", "vision_dim"}),
+        }
     if settings.adapter.vocabulary:
         stages["seed_table"] = {
             "pack": settings.pack,

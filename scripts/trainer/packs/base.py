@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Metric = Literal["cos", "cos_centered"]
+Metric = Literal["cos", "cos_centered", "cos_slice"]
 
 
 @dataclass(frozen=True)
@@ -74,33 +74,34 @@ class Work:
 
 @dataclass(frozen=True)
 class Pack:
-    """One thing to train: a resampler, with seeded slots if there is a vocabulary.
+    """One thing to train: a resampler, with seeded slots if there is a vocabulary, or a token-aligned adapter.
 
     contract: version of what a row of a shard means; shards of another contract are rebuilt.
     teacher: module of `trainer.teachers`.
     student: how the student's GGUF is read: `qwen3` is held to what the engine hard-codes, `llama` follows the keys.
-    queries: slots of the adapter. With a vocabulary as many as a prompt has teacher tokens are real, else all are.
+    queries: slots of a resampler. With a vocabulary as many as a prompt has teacher tokens are real, else all are.
+        None: token aligned, teacher and student read the same tokens.
     vocabulary: rows of the seed table; None where slots are not seeded.
     metric: the figure that tells good adapters from bad ones, and that the best checkpoint has most of. Where all
         teacher rows share an offset far larger than what tells them apart, `cos` is near 1 for any adapter.
-    template: what teacher and student read.
+    template: what teacher and student read; packs with pictures have `trainer.chat_templates` instead.
     work: for estimates of time and memory.
     materials: one of the role `companion` is written as a second file beside the adapter.
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
     companion_options: what the companion adds to the command line, as `{companion}`.
-    images: whether samples may have pictures.
+    vision_dim: size of a row that the teacher makes of a piece of a picture; None: samples have no pictures.
     """
 
     name: str
     title: str
     contract: str
     file_name: str
-    teacher: Literal["t5", "bert", "llada"]
+    teacher: Literal["t5", "bert", "llada", "qwen3_vl_mageflow", "qwen3_vl_qwen_image"]
     student: Literal["qwen3", "llama"]
     student_dim: int
     teacher_dim: int
-    queries: int
+    queries: int | None
     vocabulary: int | None
     max_student_tokens: int
     materials: tuple[Material, ...]
@@ -110,7 +111,7 @@ class Pack:
     gguf: dict[str, str] = field(default_factory=dict)
     command: str = ""
     companion_options: str = ""
-    images: bool = False
+    vision_dim: int | None = None
 
     @property
     def companion(self) -> Material | None:
