@@ -8,17 +8,28 @@ Rows are ragged: those of all samples stand one after another, and `offsets[s]:o
     offsets          [S + 1]           int64
     slots            [P]               int32  teacher token ids of those rows, end marker included; empty where rows are
                                               not of tokens
-    {student,target}_{sum,sumsq}       f64    per dimension, over all rows
+    {student,target}_{sum,sumsq}       f64    per dimension, over all rows as they are read back
+
+Of packs with pictures, whose adapters make a row for each token:
+
+    vision           [V, vision_dim]   bf16   what the teacher's tower makes of pictures
+    vision_offsets   [S + 1]           int64
+    vision_at        [V]               int32  where each stands in the student's sequence of its sample
+    target_at        [P]               int32  likewise, for the teacher rows
+    start            [S]               int32  the first row of the sequence that the model of the engine reads
+
+Where rows are stored in a byte a value, `student`, `target` and `vision` are int8, and `<name>_scale`, f32, has the
+factor of each row. They are read back as bf16.
 
 The header (metadata key `trainer`, JSON) says what the shard was made from and carries a checksum of everything.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -31,23 +42,35 @@ from trainer.files import written_whole
 
 @dataclass(frozen=True)
 class Rows:
-    """What one sample contributes: student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none."""
+    """What one sample contributes.
+
+    student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none. Of packs with pictures also vision
+    [V, vision_dim], bf16, the positions of its and of the teacher's rows, and the first one that is read.
+    """
 
     id: str
     slots: list[int]
     student: torch.Tensor
     target: torch.Tensor
+    vision: torch.Tensor | None = None
+    vision_at: list[int] = field(default_factory=list)
+    target_at: list[int] = field(default_factory=list)
+    start: int = 0
 
 
+Storage = Literal["bf16", "int8"]
 Moments = tuple[torch.Tensor, torch.Tensor]
+# Rows that are converted at a time: a wider copy of all would be several times the shard.
+_PIECE = 4096
 
 
 def write(
     path: Path,
     samples: Sequence[Rows],
     header: dict[str, Any],
-    dims: tuple[int, int],
+    dims: tuple[int, ...],
     moments: tuple[Moments, Moments] | None = None,
+    storage: Storage = "bf16",
 ) -> None:
     """Write a shard whole.
 
@@ -55,20 +78,32 @@ def write(
         path: the file.
         samples: in the order they are stored; may be empty.
         header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids` and `checksum` are added.
-        dims: (student_dim, teacher_dim).
-        moments: (sums, sums of squares) per dimension, f64, of all student and all target rows, where they are known.
+        dims: (student_dim, teacher_dim), and vision_dim of packs with pictures.
+        moments: (sums, sums of squares) per dimension, f64, of all student and all target rows, where they are known;
+            they are those of bf16 rows.
+        storage: the type of the rows.
     """
-    student = torch.cat([torch.empty(0, dims[0], dtype=torch.bfloat16), *(s.student for s in samples)])
-    target = torch.cat([torch.empty(0, dims[1], dtype=torch.bfloat16), *(s.target for s in samples)])
+    student = _cat([s.student for s in samples], dims[0])
+    target = _cat([s.target for s in samples], dims[1])
     tensors = {
-        "student": student,
+        **_stored("student", student, storage),
         "student_offsets": _offsets([len(s.student) for s in samples]),
-        "slots": torch.tensor([token for s in samples for token in s.slots], dtype=torch.int32),
-        "target": target,
+        "slots": _int32(token for s in samples for token in s.slots),
+        **_stored("target", target, storage),
         "offsets": _offsets([len(s.target) for s in samples]),
-        **_named("student", moments[0] if moments else _moments(student)),
-        **_named("target", moments[1] if moments else _moments(target)),
     }
+    for number, name in enumerate(("student", "target")):
+        known = moments[number] if moments and storage == "bf16" else _moments(name, tensors)
+        tensors |= {f"{name}_sum": known[0], f"{name}_sumsq": known[1]}
+    if len(dims) > 2:
+        vision = _cat([s.vision for s in samples], dims[2])
+        tensors |= {
+            **_stored("vision", vision, storage),
+            "vision_offsets": _offsets([len(s.vision_at) for s in samples]),
+            "vision_at": _int32(at for s in samples for at in s.vision_at),
+            "target_at": _int32(at for s in samples for at in s.target_at),
+            "start": _int32(s.start for s in samples),
+        }
     header = header | {
         "samples": len(samples),
         "rows": len(target),
@@ -84,18 +119,41 @@ def _offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def _moments(rows: torch.Tensor) -> Moments:
-    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+def _int32(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def _cat(rows: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dim, dtype=torch.bfloat16), *rows])
+
+
+def _stored(name: str, rows: torch.Tensor, storage: Storage) -> dict[str, torch.Tensor]:
+    """Rows as they are stored: themselves, or rounded to 127 steps of their largest value."""
+    if storage == "bf16":
+        return {name: rows}
+    values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows))
+    for value, scale, part in zip(values.split(_PIECE), scales.split(_PIECE), rows.split(_PIECE), strict=True):
+        part = part.float()
+        scale.copy_(part.abs().amax(1) / 127)
+        value.copy_((part / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round())
+    return {name: values, f"{name}_scale": scales}
+
+
+def _read_back(name: str, tensors: dict[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Rows `start` to `stop`, in bf16."""
+    rows, scales = tensors[name][start:stop], tensors.get(f"{name}_scale")
+    return rows if scales is None else (rows.float() * scales[start:stop, None]).bfloat16()
+
+
+def _moments(name: str, tensors: dict[str, torch.Tensor]) -> Moments:
+    rows, dim = tensors[name].shape
+    total = torch.zeros(dim, dtype=torch.float64)
     squares = torch.zeros_like(total)
-    for part in rows.split(4096):  # f64 of all rows at once would be four times the shard
-        part = part.double()
+    for start in range(0, rows, _PIECE):
+        part = _read_back(name, tensors, start, start + _PIECE).double()
         total += part.sum(0)
         squares += part.square().sum(0)
     return total, squares
-
-
-def _named(name: str, moments: Moments) -> dict[str, torch.Tensor]:
-    return {f"{name}_sum": moments[0], f"{name}_sumsq": moments[1]}
 
 
 def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
@@ -140,12 +198,32 @@ class Shard:
         """Where the student rows of each sample begin, and the end."""
         return self.tensors["student_offsets"].tolist()
 
+    @cached_property
+    def vision_offsets(self) -> list[int]:
+        """Where the rows of each sample's pictures begin, and the end; of packs with pictures."""
+        return self.tensors["vision_offsets"].tolist()
+
     def rows(self, sample: int) -> Rows:
         """The rows of one sample."""
         a, b = self.offsets[sample : sample + 2]
         c, d = self.student_offsets[sample : sample + 2]
         t = self.tensors
-        return Rows(self.header["ids"][sample], t["slots"][a:b].tolist(), t["student"][c:d], t["target"][a:b])
+        rows = Rows(
+            self.header["ids"][sample],
+            t["slots"][a:b].tolist(),
+            _read_back("student", t, c, d),
+            _read_back("target", t, a, b),
+        )
+        if "vision" not in t:
+            return rows
+        e, f = self.vision_offsets[sample : sample + 2]
+        return replace(
+            rows,
+            vision=_read_back("vision", t, e, f),
+            vision_at=t["vision_at"][e:f].tolist(),
+            target_at=t["target_at"][a:b].tolist(),
+            start=int(t["start"][sample]),
+        )
 
     def damaged(self) -> bool:
         """Whether the content differs from what was written. Reads the whole file."""
