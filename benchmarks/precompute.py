@@ -121,7 +121,7 @@ def ours(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]
     executor = Executor("teacher", teacher.parts, teacher.weights, device, budget)
     checksum = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=options.folder) as spill:
-        states = Activations(batches, [str(n) for n in range(len(batches))], Path(spill))
+        states = Activations(batches.__getitem__, [str(n) for n in range(len(batches))], Path(spill))
         keep = lambda number, it: {"rows": it["rows"].cpu()}  # noqa: E731
         for number in executor.run(states, keep, lambda: False, lambda number: None):
             lengths = batches[number]["lengths"].tolist()

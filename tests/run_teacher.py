@@ -14,6 +14,6 @@ def rows(teacher: Teacher, ids: Tensor, lengths: Tensor, budget: int = GIB) -> T
     """Rows [B, R, dim] of ids [B, P], with this many bytes of memory."""
     executor = Executor("teacher", teacher.parts, teacher.weights, torch.device("cpu"), Budget(budget, budget))
     with tempfile.TemporaryDirectory() as folder:
-        batches = Activations([{"ids": ids, "lengths": lengths}], ["batch"], Path(folder))
+        batches = Activations([{"ids": ids, "lengths": lengths}].__getitem__, ["batch"], Path(folder))
         list(executor.run(batches, lambda number, state: state, lambda: False, lambda number: None))
         return batches.state(0)["rows"]

@@ -191,7 +191,7 @@ def test_a_teacher_larger_than_its_memory_gives_the_same_shards(tmp_path, record
 def test_a_streamed_block_that_was_stopped_between_two_layers_goes_on_there(tmp_path, records, caplog):
     small = {"precompute": {"ram_gib": 0.4 / 1024}}
     plain = fill(tmp_path / "plain", records, prompts(30), **small)[0].read_bytes()
-    for stop_at in (2, 7, 5):
+    for stop_at in (2, 5, 3):
         with pytest.raises(TrainerError, match="what was computed is kept"):
             fill(tmp_path / "stopped", records, prompts(30), stop_at=stop_at, **small)
     assert fill(tmp_path / "stopped", records, prompts(30), **small)[0].read_bytes() == plain

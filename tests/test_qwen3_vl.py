@@ -67,7 +67,7 @@ def patches() -> list[Tensor]:
 def run(teacher: Qwen3Vl, parts: list[Part], states: list[State], folder: Path, ram: int = GIB) -> list[State]:
     executor = Executor("teacher", parts, teacher.weights, torch.device("cpu"), Budget(ram, ram))
     assert executor.resident == (ram == GIB)
-    kept = Activations(states, [f"batch{n}" for n in range(len(states))], folder / "kept")
+    kept = Activations(states.__getitem__, [f"batch{n}" for n in range(len(states))], folder / "kept")
     list(executor.run(kept, lambda number, state: state, lambda: False, lambda number: None))
     return [kept.state(number) for number in range(len(states))]
 
@@ -228,7 +228,7 @@ def test_a_batch_can_be_split(teacher: Qwen3Vl, tmp_path: Path) -> None:
     rows = []
     for splits in (1, 2):
         executor._splits = splits
-        kept = Activations([state], ["batch"], tmp_path / f"{splits}")
+        kept = Activations([state].__getitem__, ["batch"], tmp_path / f"{splits}")
         list(executor.run(kept, lambda number, state: state, lambda: False, lambda number: None))
         rows.append(kept.state(0)["rows"])
     torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)

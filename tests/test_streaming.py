@@ -42,7 +42,7 @@ def run(teacher, folder, ram, stop=lambda: False, states=None):
     """The rows of each batch, and the executor."""
     states = states or batches()
     executor = Executor("teacher", teacher.parts, teacher.weights, CPU, Budget(ram, ram))
-    kept = Activations(states, [f"batch{n}" for n in range(len(states))], folder)
+    kept = Activations(states.__getitem__, [f"batch{n}" for n in range(len(states))], folder)
     order = list(executor.run(kept, lambda n, state: state, stop, lambda n: None))
     assert order == list(range(len(states)))
     return [kept.state(number)["rows"] for number in order], executor
@@ -85,7 +85,7 @@ def test_what_does_not_fit_between_two_parts_waits_on_disk_and_comes_back_the_sa
     seen = set()
     states = batches()
     executor = Executor("teacher", teacher.parts, teacher.weights, CPU, Budget(room, room))
-    kept = Activations(states, [f"batch{n}" for n in range(len(states))], tmp_path / "b")
+    kept = Activations(states.__getitem__, [f"batch{n}" for n in range(len(states))], tmp_path / "b")
     watch = lambda number: seen.update(file.name for file in (tmp_path / "b").glob("*"))  # noqa: E731
     list(executor.run(kept, lambda n, state: state, lambda: False, watch))
     assert {f"batch{n}.safetensors" for n in range(len(states))} <= seen
@@ -116,7 +116,7 @@ def test_memory_stays_within_the_budget(tmp_path):
     del tensors
     budget = 48 << 20
     executor = Executor("teacher", parts, Weights(tmp_path), CPU, Budget(budget, budget))
-    kept = Activations(states, ["a", "b", "c"], tmp_path / "kept")
+    kept = Activations(states.__getitem__, ["a", "b", "c"], tmp_path / "kept")
     process = psutil.Process()
     base, peak, done = process.memory_info().rss, [0], threading.Event()
 
@@ -166,7 +166,7 @@ def test_what_was_saved_of_other_batches_is_not_used(t5, tmp_path):
     with pytest.raises(TrainerError):
         run(teacher, tmp_path, 1 << 30, iter([False, False, True]).__next__)
     assert list(tmp_path.glob("batch*"))
-    kept = Activations(batches(), [f"other{n}" for n in range(5)], tmp_path)
+    kept = Activations(batches().__getitem__, [f"other{n}" for n in range(5)], tmp_path)
     assert kept.levels == [0] * 5
     assert not list(tmp_path.glob("batch*"))
 
@@ -174,7 +174,7 @@ def test_what_was_saved_of_other_batches_is_not_used(t5, tmp_path):
 def test_files_of_a_killed_run_are_not_taken_for_saved_ones(tmp_path):
     """Only a run that was asked to stop says what its files are."""
     (tmp_path / "a.safetensors").write_bytes(b"half")
-    kept = Activations(batches(1), ["a"], tmp_path)
+    kept = Activations(batches(1).__getitem__, ["a"], tmp_path)
     assert kept.levels == [0]
     assert not (tmp_path / "a.safetensors").exists()
 
@@ -233,7 +233,7 @@ def test_a_parameter_is_the_stored_tensors_one_after_another_in_its_own_dtype(tm
     weights = Weights(tmp_path)
     streaming.check([part], weights)
     executor = Executor("teacher", [part], weights, CPU, Budget(1 << 20, 1 << 20))
-    kept = Activations([{"rows": torch.zeros(1, columns)}], ["a"], tmp_path / "kept")
+    kept = Activations([{"rows": torch.zeros(1, columns)}].__getitem__, ["a"], tmp_path / "kept")
     list(executor.run(kept, lambda n, state: state, lambda: False, lambda n: None))
     expected = torch.cat([tensor.float() for tensor in stored.values()]).sum(0)
     torch.testing.assert_close(kept.state(0)["rows"][0], expected)

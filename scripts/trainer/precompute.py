@@ -7,7 +7,7 @@ together, then through the teacher, which may be larger than the memory there is
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +24,14 @@ from trainer.errors import TrainerError
 from trainer.files import digest
 from trainer.job import log
 from trainer.materials import Record
-from trainer.passes import Item, Pass, Taken
-from trainer.streaming import Executor, Part
+from trainer.passes import Item, Pass, RowsPass, padded
+from trainer.shards import Moments
+from trainer.streaming import Executor, Part, StoppedError
 from trainer.teachers.synthetic import Synthetic
+from trainer.weights import Weights
 
+# Of the memory that may be used, what the results of one model may take.
+_SHARE_OF_RESULTS = 0.25
 FORMAT = 1  # of the shard file; raise it when older shards must not be read
 
 
@@ -42,13 +46,33 @@ class Encoded:
 
 @dataclass
 class Stale:
-    """A shard to be made: its file, its samples, and the digest of everything it is made from."""
+    """A shard to be made: its file, its samples, and the digest of everything it is made from.
+
+    encoded: the samples that fit, as the models read them; skipped: ids of the others, and why.
+    """
 
     file: Path
     samples: list[Sample]
     inputs: str
-    encoded: list[Encoded] = field(default_factory=list)
+    encoded: list[Any] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+
+
+# Rows of the samples of a shard, and the moments of all student and of all teacher rows.
+Collected = tuple[list[shards.Rows], tuple[Moments, Moments]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model that all samples of a block go through.
+
+    parts: gives its steps; called when it is its turn.
+    weights: what they are read from, None where they hold their values.
+    """
+
+    run: Pass
+    parts: Callable[[], list[Part]]
+    weights: Weights | None
 
 
 def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
@@ -56,6 +80,8 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
     pack = packs.get(settings.pack)
     synthetic = settings.precompute.teacher == "synthetic"
     shape = settings.adapter
+    # Shards without are older than this setting.
+    storage = {} if settings.precompute.storage == "bf16" else {"storage": settings.precompute.storage}
     return {
         "format": FORMAT,
         "contract": pack.contract,
@@ -65,11 +91,14 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
         "tokenizer": records["tokenizer"].digest if "tokenizer" in records else None,
         "dims": [shape.student_dim, shape.teacher_dim, shape.queries, shape.vocabulary],
         "dtypes": [settings.precompute.teacher_dtype, settings.precompute.student_dtype],
-    }
+    } | storage
 
 
 class Block:
-    """The shards of one job and the models that fill them; models are loaded when the first one is needed."""
+    """The shards of one job and the models that fill them; models are loaded when the first one is needed.
+
+    Samples are texts. Those of packs with pictures are `trainer.precompute_pictures`'s.
+    """
 
     def __init__(self, settings: Settings, records: dict[str, Record], requests: Requests, granted: int) -> None:
         """`granted` is how many bytes of main memory the job may use at most, where the settings leave it open."""
@@ -77,6 +106,8 @@ class Block:
         self.pack = packs.get(settings.pack)
         self.granted = granted
         self.made_from = made_from(settings, records)
+        shape = settings.adapter
+        self.dims: tuple[int, ...] = (shape.student_dim, shape.teacher_dim)
 
     def fill(self, output: Path, block: int, blocks: int, corpus: Path) -> dict[str, Any]:
         """Make the shards of a block right; they lie beside `output`.
@@ -100,16 +131,17 @@ class Block:
         files = [output.with_name(f"{output.stem}-{number:02d}.safetensors") for number in range(each)]
         stale = []
         for number, file in enumerate(files, block * each):
-            inputs = digest([self.made_from, [[s.id, s.text] for s in samples[number]]])
+            inputs = digest([self.made_from, [[s.id, s.text, *s.images] for s in samples[number]]])
             if reason := shards.why_stale(file, inputs):
                 stale.append(Stale(file, samples[number], inputs))
                 if reason != "missing":
                     log.info("%s is rebuilt: %s", file, reason)
         for shard in stale:
             if not shard.samples:
-                shards.write(shard.file, [], self._header(shard), self._dims())
+                self._write(shard, [])
         stale = [shard for shard in stale if shard.samples]
         if stale:
+            self.folder = corpus.parent / "images"
             self._make(stale, output.with_suffix(".partial"))
         else:
             log.info("all %d shards are there and right", each)
@@ -119,40 +151,50 @@ class Block:
         """Make shards; `partial` is the folder for what a stop leaves."""
         info = self._student_info()
         self.device = devices.pick(self.options.device)
-        teacher = self._teacher()
-        for shard in stale:
-            self._encode(shard, teacher)
+        self._load_teacher()
+        for number, shard in enumerate(stale):
+            self._encode(shard, number)
+            self._refuse_too_many(shard)
         budget = devices.budget(self.device, self.options.gpu_gib, self.options.ram_gib, self.granted)
         self.tokens = self.options.batch_tokens or devices.batch_tokens(self.device, budget)
         log.info("batches of %d tokens on %s", self.tokens, self.device)
-
-        dtype = devices.dtype(self.options.student_dtype, self.device)
-        parts = [Part("student", students.load(info.path, self.pack.student, dtype, self.device), {})]
-        executor = Executor("student", parts, None, self.device, budget)
-        states = self._pass("student", stale, lambda item: (item.student, None), partial)
-        for _ in states.run(executor, self.requests):
-            pass
-        del parts, executor
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-        left = Budget(budget.device, budget.ram - states.kept.held)
-        executor = Executor("teacher", teacher.parts, teacher.weights, self.device, left)
-        rows = self._pass("teacher", stale, lambda item: (item.teacher, teacher.rows), partial)
-        with ThreadPoolExecutor(1, "writer") as writer:
-            written: Future | None = None
-            for number in rows.run(executor, self.requests):
-                made = self._collect(stale[number], states.take(number), rows.take(number))
+        steps = self._steps(lambda: [Part("student", self._student(info), {})], stale, partial)
+        try:
+            for step in steps[:-1]:
+                # What waits for the models behind it leaves them most of the memory.
+                for _ in self._run(step, budget, int(_SHARE_OF_RESULTS * budget.ram)):
+                    pass
+                budget = Budget(budget.device, budget.ram - step.run.kept.held)
+            with ThreadPoolExecutor(1, "writer") as writer:
+                written: Future | None = None
+                for number in self._run(steps[-1], budget):
+                    shard = stale[number]
+                    made = self._collect(shard, number, [step.run for step in steps])
+                    for id, reason in shard.skipped:
+                        log.info("skipped sample %s: %s", id, reason)
+                    self._refuse_too_many(shard)
+                    if written:
+                        written.result()  # one waits at most: a shard may be gigabytes
+                    written = writer.submit(self._write, shard, *made)
                 if written:
-                    written.result()  # one waits at most: a shard may be gigabytes
-                written = writer.submit(shards.write, stale[number].file, *made)
-            if written:
-                written.result()
+                    written.result()
+        except StoppedError:
+            for step in steps:
+                step.run.kept.save()
+            raise
         for shard in stale:
             if not shard.encoded:
-                shards.write(shard.file, [], self._header(shard), self._dims())
+                self._write(shard, [])
             shard.file.with_suffix(".damaged").unlink(missing_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
+
+    def _run(self, step: Step, budget: Budget, keep: int | None = None) -> Iterator[int]:
+        """Go through one model; gives the number of each shard that it is done with."""
+        executor = Executor(step.run.name, step.parts(), step.weights, self.device, budget, keep)
+        yield from step.run.run(executor, self.requests)
+        del executor
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _student_info(self) -> students.StudentInfo:
         """The student, checked against the pack before any teacher is looked at; and its tokenizer."""
@@ -163,43 +205,49 @@ class Block:
         students.check_tokenizer(info, self.tokenizer)
         return info
 
-    def _teacher(self) -> teachers.Teacher:
-        shape = self.settings.adapter
+    def _student(self, info: students.StudentInfo) -> students.Student:
+        dtype = devices.dtype(self.options.student_dtype, self.device)
+        return students.load(info.path, self.pack.student, dtype, self.device)
+
+    def _load_teacher(self) -> None:
+        """The teacher, checked against the pack; its weights are not read yet."""
         if self.options.teacher == "synthetic":
             log.info("synthetic teacher: the targets are made up and the adapter is for testing only")
-            return Synthetic(shape.vocabulary, shape.teacher_dim, shape.queries)
+            self.teacher = self._synthetic()
+            return
         path = Path(self.records["teacher"].path)
-        teacher = teachers.load(self.pack.teacher, path, devices.dtype(self.options.teacher_dtype, self.device))
-        needed = {"row size": shape.teacher_dim, "vocabulary": shape.vocabulary}
-        found = {"row size": teacher.dim, "vocabulary": teacher.vocabulary}
-        if teacher.rows:
-            needed["queries"], found["queries"] = shape.queries, teacher.rows
-        for what, value in needed.items():
-            if found[what] != value:
+        self.teacher = teachers.load(self.pack.teacher, path, devices.dtype(self.options.teacher_dtype, self.device))
+        for what, (found, needed) in self._sizes().items():
+            if found != needed:
                 raise TrainerError(
-                    f"the teacher in {path} has the {what} {found[what]}, the {self.pack.name} pack needs {value}: set "
+                    f"the teacher in {path} has the {what} {found}, the {self.pack.name} pack needs {needed}: set "
                     "materials.paths.teacher to the right one"
                 )
-        return teacher
 
-    def _dims(self) -> tuple[int, int]:
-        return self.settings.adapter.student_dim, self.settings.adapter.teacher_dim
+    def _synthetic(self) -> Any:
+        shape = self.settings.adapter
+        return Synthetic(shape.vocabulary, shape.teacher_dim, shape.queries)
 
-    def _header(self, shard: Stale) -> dict[str, Any]:
-        skipped = [{"id": id, "reason": reason} for id, reason in shard.skipped]
-        return self.made_from | {"pack": self.pack.name, "inputs": shard.inputs, "skipped": skipped}
+    def _sizes(self) -> dict[str, tuple[int | None, int | None]]:
+        """Sizes of the teacher and what the pack needs."""
+        shape, teacher = self.settings.adapter, self.teacher
+        sizes = {"row size": (teacher.dim, shape.teacher_dim), "vocabulary": (teacher.vocabulary, shape.vocabulary)}
+        return sizes | ({"queries": (teacher.rows, shape.queries)} if teacher.rows else {})
 
-    def _encode(self, shard: Stale, teacher: teachers.Teacher) -> None:
-        """Token ids of the samples that fit the student; the others are skipped."""
+    def _encode(self, shard: Stale, number: int) -> None:
+        """What the models read of the samples that fit the student; the others are skipped."""
         texts = [sample.text for sample in shard.samples]
         prompted = ["".join(self.pack.template.around(text)) for text in texts]
-        ids = teacher.tokenize(prompted, self.settings.adapter.queries)
+        ids = self.teacher.tokenize(prompted, self.settings.adapter.queries)
         for item in map(Encoded, shard.samples, self.tokenizer.encode(texts, self.pack.template), ids):
-            if len(item.student) > self.pack.max_student_tokens:
-                shard.skipped.append((item.sample.id, f"longer than {self.pack.max_student_tokens} student tokens"))
-            else:
-                shard.encoded.append(item)
-        self._refuse_too_many(shard)
+            self._add(shard, item.sample, item, len(item.student))
+
+    def _add(self, shard: Stale, sample: Sample, encoded: Any, tokens: int) -> None:
+        """Take up a sample, unless it has more tokens than the student may read."""
+        if tokens > self.pack.max_student_tokens:
+            shard.skipped.append((sample.id, f"longer than {self.pack.max_student_tokens} student tokens"))
+        else:
+            shard.encoded.append(encoded)
 
     def _refuse_too_many(self, shard: Stale) -> None:
         if len(shard.skipped) > max(1, self.options.max_bad_fraction * len(shard.samples)):
@@ -209,21 +257,30 @@ class Block:
                 ": look at the prompts, or raise precompute.max_bad_fraction"
             )
 
-    def _pass(
-        self, name: str, stale: list[Stale], read: Callable[[Encoded], tuple[list[int], int | None]], partial: Path
-    ) -> Pass:
-        """The samples as a model reads them: ids, and the rows it makes of them (None: one for each id)."""
-        items = []
-        for shard in stale:
-            items.append([])
-            for encoded in shard.encoded:
-                ids, rows = read(encoded)
-                items[-1].append(Item(encoded.sample.id, ids, rows or len(ids), len(ids) + (rows or 0)))
-        return Pass(name, items, [shard.inputs for shard in stale], self.tokens, partial / name)
+    def _steps(self, student: Callable[[], list[Part]], stale: list[Stale], partial: Path) -> list[Step]:
+        """The models in their order; the last one is the teacher, behind which shards are written."""
 
-    def _collect(self, shard: Stale, student: Taken, teacher: Taken) -> tuple[Any, ...]:
-        """The arguments of `shards.write` for a shard whose samples are all computed."""
-        (states, student_moments), (rows, moments) = student, teacher
+        def texts(name: str, read: Callable[[Encoded], list[int]], rows: int | None) -> Pass:
+            items = [[Item(it.sample.id, len(read(it)) + (rows or 0), it) for it in shard.encoded] for shard in stale]
+            return RowsPass(
+                name,
+                items,
+                [shard.inputs for shard in stale],
+                self.tokens,
+                partial / name,
+                lambda batch: padded([read(encoded) for encoded in batch]),
+                lambda encoded: torch.ones(rows or len(read(encoded)), dtype=torch.bool),
+            )
+
+        teacher = texts("teacher", lambda encoded: encoded.teacher, self.teacher.rows)
+        return [
+            Step(texts("student", lambda encoded: encoded.student, None), student, None),
+            Step(teacher, lambda: self.teacher.parts, self.teacher.weights),
+        ]
+
+    def _collect(self, shard: Stale, number: int, passes: list[Pass]) -> Collected:
+        """The rows of a shard whose samples are all computed, and their moments."""
+        (states, student_moments), (rows, moments) = (it.take(number) for it in passes)
         kept = []
         for item in shard.encoded:
             state, target = states[item.sample.id], rows[item.sample.id]
@@ -232,12 +289,14 @@ class Block:
             else:
                 slots = item.teacher if self.settings.adapter.vocabulary else []
                 kept.append(shards.Rows(item.sample.id, slots, state, target))
-        for id, reason in shard.skipped:
-            log.info("skipped sample %s: %s", id, reason)
-        self._refuse_too_many(shard)
+        return kept, (student_moments, moments)
+
+    def _write(self, shard: Stale, rows: list[shards.Rows], moments: tuple[Moments, Moments] | None = None) -> None:
+        header = self.made_from | {"pack": self.pack.name, "inputs": shard.inputs}
+        header["skipped"] = [{"id": id, "reason": reason} for id, reason in shard.skipped]
         # They count every sample, also those that were dropped just now.
-        whole = len(kept) == len(shard.encoded)
-        return kept, self._header(shard), self._dims(), (student_moments, moments) if whole else None
+        whole = len(rows) == len(shard.encoded)
+        shards.write(shard.file, rows, header, self.dims, moments if whole else None, self.options.storage)
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -7,14 +7,17 @@ is between two parts is kept on the device, in RAM or on disk, wherever there is
 with the same batches, so that their results are the same bytes.
 """
 
+import itertools
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -29,8 +32,14 @@ from trainer.weights import Weights
 # Of the memory that may be used, what weights and waiting batches get; the rest is for the batch in work.
 _SHARE = 0.75
 _ALIGNMENT = 256
+# Batches that are made while one is in work, each by a thread of its own.
+_AHEAD = 4
 
 State = dict[str, Tensor]
+
+
+class StoppedError(TrainerError):
+    """A run that was asked to stop; what it computed is kept."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +103,27 @@ def check(parts: Sequence[Part], weights: Weights) -> None:
 class Activations:
     """The states of all batches of a block, each with the number of parts it has been through.
 
-    A state is kept on the device, in RAM, or as a file in `folder`, in this order, wherever there is room.
+    A state is kept on the device, in RAM, or as a file in `folder`, in this order, wherever there is room. The first
+    one of a batch is made when it is wanted, those of the next few batches meanwhile: all at once may be too large.
     """
 
-    def __init__(self, states: Sequence[State], keys: Sequence[str], folder: Path) -> None:
-        """Start from these states, or from what an earlier job saved of the batches with these keys.
+    def __init__(self, make: Callable[[int], State], keys: Sequence[str], folder: Path) -> None:
+        """Start from what is made, or from what an earlier job saved of the batches with these keys.
 
         Args:
-            states: of each batch before the first part.
+            make: the state of a batch before the first part, by its number; called in threads.
             keys: what identifies each batch and everything it is computed from.
             folder: for files; what is in it and does not belong to these batches is removed.
         """
         self.folder = folder
-        self.levels = [0] * len(states)
-        self._kept: list[State | Path] = list(states)
+        self.levels = [0] * len(keys)
+        self._make = make
+        self._makers = ThreadPoolExecutor(_AHEAD, "batches")
+        self._making: dict[int, Future[State]] = {}
+        self._kept: list[State | Path | None] = [None] * len(keys)  # None: to be made
         self._files = [folder / f"{key}.safetensors" for key in keys]
-        self._sizes = [0] * len(states)
-        self._places = ["ram"] * len(states)
+        self._sizes = [0] * len(keys)
+        self._places = ["ram"] * len(keys)
         self._room = {"device": 0, "ram": 0}
         self._device = torch.device("cpu")
         self._restore()
@@ -139,7 +152,28 @@ class Activations:
     def state(self, number: int) -> State:
         """The state of a batch, wherever it is kept."""
         kept = self._kept[number]
+        if kept is None:
+            return self._made(number)
         return safetensors.torch.load(kept.read_bytes()) if isinstance(kept, Path) else kept
+
+    def sample(self, number: int, index: int, names: Iterable[str]) -> State:
+        """These tensors of the state of one sample of a batch, without the batch's dimension."""
+        kept = self._kept[number]
+        if not isinstance(kept, Path):
+            return {name: kept[name][index] for name in names}
+        with safetensors.safe_open(kept, "pt") as file:
+            return {name: file.get_slice(name)[index : index + 1][0] for name in names}
+
+    def _made(self, number: int) -> State:
+        waiting = (n for n in range(number, len(self._kept)) if self._kept[n] is None)
+        for ahead in itertools.islice(waiting, 1 + _AHEAD):
+            if ahead not in self._making:
+                self._making[ahead] = self._makers.submit(self._first, ahead)
+        return self._making.pop(number).result()
+
+    def _first(self, number: int) -> State:
+        state = self._make(number)
+        return state if self._device.type == "cpu" else {name: it.pin_memory() for name, it in state.items()}
 
     def get(self, number: int) -> State:
         """The state of a batch, on the device."""
@@ -147,7 +181,7 @@ class Activations:
 
     def put(self, number: int, level: int, state: State) -> None:
         """Keep the state of a batch that has been through `level` parts."""
-        self.drop(number)
+        self._forget(number)
         size = sum(tensor.nbytes for tensor in state.values())
         on_cpu = all(tensor.device.type == "cpu" for tensor in state.values())
         place = next((p for p, room in self._room.items() if size <= room and not (on_cpu and p == "device")), "disk")
@@ -162,6 +196,11 @@ class Activations:
 
     def drop(self, number: int) -> None:
         """Forget the state of a batch."""
+        if isinstance(kept := self._kept[number], Path):
+            kept.unlink()
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
         if self._places[number] in self._room:
             self._room[self._places[number]] += self._sizes[number]
         self._kept[number], self._sizes[number] = {}, 0
@@ -194,7 +233,13 @@ class Executor:
     """
 
     def __init__(
-        self, name: str, parts: Sequence[Part], weights: Weights | None, device: torch.device, budget: Budget
+        self,
+        name: str,
+        parts: Sequence[Part],
+        weights: Weights | None,
+        device: torch.device,
+        budget: Budget,
+        keep: int | None = None,
     ) -> None:
         """Decide where weights go; none is read yet.
 
@@ -204,6 +249,7 @@ class Executor:
             weights: what they are read from; None where the modules hold their values.
             device: where it runs.
             budget: what may be used.
+            keep: bytes of RAM, at most, for states that wait and for results; None: what weights leave.
 
         Raises:
             TrainerError: the largest part alone does not fit.
@@ -227,6 +273,8 @@ class Executor:
         staged = 0 if on_cpu else 2 * largest
         self._free_device = 0 if on_cpu else room - held
         self._free_ram = max(0, room - held if on_cpu else int(_SHARE * budget.ram) - staged)
+        if keep is not None:
+            self._free_ram = min(self._free_ram, keep)
         # Modules that hold their values need no others.
         self._loaded: dict[int, dict[str, Tensor]] = {} if weights else {level: {} for level in range(len(parts))}
         self._splits = 1
@@ -255,7 +303,8 @@ class Executor:
             The number of each batch whose result is there, in order.
 
         Raises:
-            TrainerError: a single sample does not fit in memory; asked to stop.
+            StoppedError: as asked.
+            TrainerError: a single sample does not fit in memory.
         """
         batches.place(self.device, self._free_device, self._free_ram)
         last, count = len(self.parts), len(batches.levels)
@@ -263,7 +312,7 @@ class Executor:
         def advance(number: int, weights: dict[int, dict[str, Tensor]]) -> None:
             if stop():
                 batches.save()
-                raise TrainerError("stopped as asked: what was computed is kept; the same command goes on there")
+                raise StoppedError("stopped as asked: what was computed is kept; the same command goes on there")
             state, level = batches.get(number), batches.levels[number]
             while level in weights:
                 state = self._apply(self.parts[level], weights[level], state)
@@ -420,3 +469,18 @@ def _views(part: Part, memory: Tensor) -> dict[str, Tensor]:
         views[name] = memory[at : at + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         at += size
     return views
+
+
+def put(hidden: Tensor, at: Tensor, rows: Tensor, add: bool = False) -> None:
+    """Write rows into hidden states, or add them.
+
+    Args:
+        hidden: [B, P, D]; it is changed.
+        at: [B, V] int64, the position of each row; -1: it is padding.
+        rows: [B, V, D].
+        add: whether what is there stays.
+    """
+    batch, slot = (at >= 0).nonzero(as_tuple=True)
+    place = (batch, at[batch, slot])
+    wanted = rows[batch, slot].to(hidden.dtype)
+    hidden[place] = hidden[place] + wanted if add else wanted

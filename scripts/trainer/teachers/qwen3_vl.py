@@ -29,7 +29,7 @@ from trainer import teachers
 from trainer.chat_templates import Prompt, Template
 from trainer.errors import TrainerError
 from trainer.reference_images import FRAMES, MERGE, PATCH, Pixels, Size
-from trainer.streaming import Part, State, check
+from trainer.streaming import Part, State, check, put
 from trainer.weights import Weights
 
 EMBEDDINGS = ("language_model.embed_tokens.weight",)
@@ -43,6 +43,7 @@ class Contract:
     template: how a sample is worded.
     size: (height, width, reference area) of a picture, in pixels, to the (height, width) that the tower sees.
     pixels: a picture, uint8 RGB [H, W, 3], and that size to what `reference_images.patches` cuts.
+    areas: whether that size depends on the area.
     whole: whether Qwen3-VL runs as transformers runs it, features of the tower's inner layers and positions in three
         axes included, up to the last layer, before the final norm. Otherwise the tower's output stands for embeddings
         at plain positions, and rows are those after the final norm.
@@ -52,21 +53,7 @@ class Contract:
     size: Callable[[int, int, int], Size]
     pixels: Callable[[NDArray[np.uint8], Size], Pixels]
     whole: bool
-
-
-def put(hidden: Tensor, at: Tensor, rows: Tensor, add: bool = False) -> None:
-    """Write rows into hidden states, or add them.
-
-    Args:
-        hidden: [B, P, D]; it is changed.
-        at: [B, V] int64, the position of each row; -1: it is padding.
-        rows: [B, V, D].
-        add: whether what is there stays.
-    """
-    batch, slot = (at >= 0).nonzero(as_tuple=True)
-    place = (batch, at[batch, slot])
-    wanted = rows[batch, slot].to(hidden.dtype)
-    hidden[place] = hidden[place] + wanted if add else wanted
+    areas: bool
 
 
 def patch_places(grid: Tensor, patches: int) -> Tensor:
@@ -217,7 +204,9 @@ class _Layer(nn.Module):
             put(hidden, state["vision_at"], state["deepstack"].chunk(self.features, -1)[self.number], add=True)
         if self.last:
             return {"rows": hidden}
-        return state | {"hidden": hidden}
+        # Features may be larger than all else: no further layer carries them.
+        done = ("vision_at", "deepstack") if self.number + 1 >= self.features else ()
+        return {name: it for name, it in state.items() if name not in done} | {"hidden": hidden}
 
 
 class _Norm(nn.Module):
@@ -235,7 +224,9 @@ class Qwen3Vl:
     contract: what it is read by.
     dim: D.
     vision_dim: D too, of the rows that the tower gives.
+    widths: what the tower makes of a picture and the text stack reads, and the sizes of its rows.
     ids: number of its token embeddings.
+    dtype: of its weights and of what it reads of pictures.
     weights: what both lists of parts are read from.
     vision_parts: the tower. The first reads {"patches": [B, N, C], "grid": [B, 2] int64, rows and columns of patches},
         the last gives {"vision": [B, n, D]} and, of a whole model, {"deepstack": [B, n, K * D]}.
@@ -252,8 +243,8 @@ class Qwen3Vl:
         self.vision_dim: int = vision.out_hidden_size
         self.ids: int = text.vocab_size
         inner = list(vision.deepstack_visual_indexes) if contract.whole else []
-        self._widths = {"vision": self.dim} | ({"deepstack": len(inner) * self.dim} if inner else {})
-        self._dtype = dtype
+        self.widths = {"vision": self.dim} | ({"deepstack": len(inner) * self.dim} if inner else {})
+        self.dtype = dtype
         prefix = weights.prefix(*EMBEDDINGS)
         self.vision_parts = _vision_parts(vision, f"{prefix}visual.", dtype, inner)
         self.parts = _text_parts(text, f"{prefix}language_model.", dtype, len(inner), not contract.whole)
@@ -271,15 +262,8 @@ class Qwen3Vl:
             [B, V, D]} and, of a whole model, {"deepstack": [B, V, K * D]}; padded on the right, V the most that a
             sample of the batch has, which may be 0.
         """
-        state = {
-            "ids": _padded([torch.tensor(prompt.ids) for prompt in prompts]),
-            "positions": _padded([self._positions(prompt) for prompt in prompts]),
-            "vision_at": _padded([torch.from_numpy(prompt.under_pictures) for prompt in prompts], -1),
-        }
-        for name, width in self._widths.items():
-            none = torch.empty(0, width, dtype=self._dtype)
-            state[name] = _padded([torch.cat([none, *(it[name] for it in sample)]) for sample in pictures])
-        return state
+        positions = pad_sequence([self._positions(prompt) for prompt in prompts], batch_first=True)
+        return {"positions": positions} | spliced(prompts, pictures, self.widths, self.dtype)
 
     def _positions(self, prompt: Prompt) -> Tensor:
         """[P, 3] int64: time, row and column of each token.
@@ -305,8 +289,32 @@ def _steps(start: int, count: int) -> Tensor:
     return torch.arange(start, start + count)[:, None].expand(-1, 3)
 
 
-def _padded(tensors: list[Tensor], value: int = 0) -> Tensor:
-    return pad_sequence(tensors, batch_first=True, padding_value=value)
+def spliced(
+    prompts: Sequence[Prompt], pictures: Sequence[Sequence[State]], widths: dict[str, int], dtype: torch.dtype
+) -> State:
+    """A batch of samples, padded on the right.
+
+    Args:
+        prompts: each sample's tokens.
+        pictures: of each sample, what a tower made of each of its pictures, without the batch dimension.
+        widths: the names and row sizes of that.
+        dtype: of it.
+
+    Returns:
+        {"ids": [B, P] int64, "vision_at": [B, V] int64, the position of each row of a picture, -1 for padding} and each
+        of `widths`, [B, V, width].
+    """
+    state = {
+        "ids": pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], batch_first=True),
+        "vision_at": pad_sequence(
+            [torch.from_numpy(prompt.under_pictures) for prompt in prompts], batch_first=True, padding_value=-1
+        ),
+    }
+    for name, width in widths.items():
+        none = torch.empty(0, width, dtype=dtype)
+        rows = [torch.cat([none, *(picture[name] for picture in sample)]) for sample in pictures]
+        state[name] = pad_sequence(rows, batch_first=True)
+    return state
 
 
 def _vision_parts(config: Qwen3VLVisionConfig, prefix: str, dtype: torch.dtype, inner: list[int]) -> list[Part]:
