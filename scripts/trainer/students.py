@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gguf import GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 from trainer.errors import TrainerError
 from trainer.gguf_files import open_gguf
 from trainer.packs.base import Pack
+from trainer.streaming import put
 from trainer.tokenization import StudentTokenizer
 
 Kind = Literal["qwen3", "llama"]
@@ -73,11 +75,14 @@ class StudentInfo:
 
 
 class Student(nn.Module):
-    """A frozen causal language model without its head."""
+    """A frozen causal language model without its head.
 
-    def __init__(self, model: Qwen3Model | LlamaModel) -> None:
+    vision_proj: [hidden, D] f32, makes embeddings of what a tower makes of pictures; None where there are none.
+    """
+
+    def __init__(self, model: Qwen3Model | LlamaModel, vision_proj: Tensor | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.vision_proj = model, vision_proj
         self.hidden: int = model.config.hidden_size
 
     @torch.no_grad()
@@ -94,8 +99,20 @@ class Student(nn.Module):
         return self.model(input_ids=ids.to(self.model.device), use_cache=False).last_hidden_state
 
     def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`states` of {"ids": [B, L]} as {"rows": [B, L, hidden]}: a step of `trainer.streaming`."""
-        return {"rows": self.states(state["ids"])}
+        """A step of `trainer.streaming`.
+
+        Args:
+            state: {"ids": [B, L]} as `states` takes them; with pictures also {"vision": [B, V, D], "vision_at": [B, V]
+                int64, the positions whose embeddings it replaces, -1 for padding}.
+
+        Returns:
+            {"rows": [B, L, hidden]}.
+        """
+        if self.vision_proj is None:
+            return {"rows": self.states(state["ids"])}
+        embeddings = self.model.embed_tokens(state["ids"])
+        put(embeddings, state["vision_at"], F.linear(state["vision"].float(), self.vision_proj))
+        return {"rows": self.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state}
 
 
 def inspect(path: Path | str) -> StudentInfo:
@@ -170,7 +187,19 @@ def check_tokenizer(info: StudentInfo, tokenizer: StudentTokenizer) -> None:
         )
 
 
-def load(path: Path | str, kind: Kind, dtype: torch.dtype, device: torch.device | str) -> Student:
+def embeddings(info: StudentInfo, start: int, stop: int) -> Tensor:
+    """Some of a student's token embeddings, [stop - start, hidden] f32."""
+    source = info.tensors["embed_tokens.weight"]
+    return torch.from_numpy(np.array(dequantize(source.data[start:stop], source.tensor_type), dtype=np.float32))
+
+
+def load(
+    path: Path | str,
+    kind: Kind,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    vision_proj: Tensor | None = None,
+) -> Student:
     """Load a student from a GGUF of any quantization that the gguf package can undo.
 
     Weights are converted a piece at a time, so that the peak is one copy in `dtype` and a little more.
@@ -180,6 +209,7 @@ def load(path: Path | str, kind: Kind, dtype: torch.dtype, device: torch.device 
         kind: `qwen3` is run as the engine runs it, whatever the keys say; `llama` follows the keys.
         dtype: of the weights and of the states.
         device: where it runs.
+        vision_proj: as of `Student`.
 
     Raises:
         TrainerError: the file is damaged or does not fit `kind`.
@@ -199,7 +229,8 @@ def load(path: Path | str, kind: Kind, dtype: torch.dtype, device: torch.device 
     model.load_state_dict(weights, assign=True)
     # Its frequencies are no weights: on the meta device they have no values yet.
     model.rotary_emb = type(model.rotary_emb)(config).to(device)
-    return Student(model.eval().requires_grad_(False))
+    vision_proj = None if vision_proj is None else vision_proj.to(device)
+    return Student(model.eval().requires_grad_(False), vision_proj)
 
 
 def _canonical(name: str) -> str | None:

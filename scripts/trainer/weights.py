@@ -88,6 +88,14 @@ class Weights:
         self.read([(name, stored.dtype, out)])
         return out.view(stored.dtype).view(stored.shape)
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of some rows of one tensor, in its stored dtype, on the CPU."""
+        whole = self.tensors[name]
+        size = whole.bytes // whole.shape[0]
+        out = torch.empty((stop - start) * size, dtype=torch.uint8)
+        self._read_bytes(whole, whole.start + start * size, out)
+        return out.view(whole.dtype).view(stop - start, *whole.shape[1:])
+
     def read(self, wanted: Iterable[tuple[str, torch.dtype, Tensor]]) -> None:
         """Read tensors, several at once, into memory that is there: each (name, dtype it becomes, uint8 [bytes], CPU).
 
@@ -96,11 +104,14 @@ class Weights:
         """
         wanted = list(wanted)
         for name, _, _ in wanted:
-            file = self.tensors[name].file
-            if file not in self._open:
-                self._open[file] = os.open(file, os.O_RDONLY)
+            self._handle(self.tensors[name].file)
         list(self._readers.map(lambda item: self._read(*item), wanted))
         self.bytes_read += sum(self.tensors[name].bytes for name, _, _ in wanted)
+
+    def _handle(self, file: Path) -> int:
+        if file not in self._open:
+            self._open[file] = os.open(file, os.O_RDONLY)
+        return self._open[file]
 
     def _read(self, name: str, dtype: torch.dtype, out: Tensor) -> None:
         stored = self.tensors[name]
@@ -118,7 +129,7 @@ class Weights:
     def _read_bytes(self, stored: Stored, start: int, out: Tensor) -> None:
         room = memoryview(out.numpy())
         while room:
-            count = os.preadv(self._open[stored.file], [room], start)
+            count = os.preadv(self._handle(stored.file), [room], start)
             if not count:
                 raise TrainerError(f"{stored.file} ends within a tensor; get the teacher again")
             room, start = room[count:], start + count

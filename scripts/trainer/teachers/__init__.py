@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +57,25 @@ def embeddings(kind: Kind, path: Path | str) -> Tensor:
     Raises:
         TrainerError: the snapshot has no such tensor.
     """
+    weights, name = embedding_table(kind, path)
+    return weights.tensor(name).float()
+
+
+def embedding_table(kind: Kind, path: Path | str) -> tuple[Weights, str]:
+    """The stored tensors of a teacher, and the name of its token embeddings.
+
+    Raises:
+        TrainerError: the snapshot has no such tensor.
+    """
     weights = Weights(Path(path))
     names = import_module(f"trainer.teachers.{kind}").EMBEDDINGS
     prefix = weights.prefix(*names)
-    return weights.tensor(next(prefix + name for name in names if prefix + name in weights.tensors)).float()
+    return weights, next(prefix + name for name in names if prefix + name in weights.tensors)
+
+
+def contract(kind: Kind) -> Any:
+    """What a model of the engine makes of samples with pictures: the `qwen3_vl.Contract` of this kind."""
+    return import_module(f"trainer.teachers.{kind}").CONTRACT
 
 
 def read_config(kind: type[PretrainedConfig], path: Path) -> PretrainedConfig:

@@ -13,6 +13,7 @@ CONTRACT = qwen3_vl.Contract(
     size=reference_images.mageflow_size,
     pixels=reference_images.mageflow_pixels,
     whole=False,
+    areas=False,
 )
 
 

@@ -13,6 +13,7 @@ CONTRACT = qwen3_vl.Contract(
     size=reference_images.qwen_image_size,
     pixels=reference_images.qwen_image_pixels,
     whole=True,
+    areas=True,
 )
 
 
