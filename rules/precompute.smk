@@ -10,6 +10,9 @@ MODELS = expand(
     id=materials.ids(settings, role=("teacher", "student", "tokenizer")),
 )
 
+# For packs with pictures.
+VISION_PROJ = [f"{RUN}/shards/vision_proj.safetensors"] if settings.adapter.vision_dim else []
+
 
 rule precompute_block:
     message:
@@ -18,6 +21,7 @@ rule precompute_block:
         settings=f"{RUN}/settings/precompute.json",
         corpus=f"{RUN}/corpus/{{split}}.jsonl",
         materials=MODELS,
+        vision_proj=VISION_PROJ,
     output:
         f"{RUN}/shards/{{split}}/{{block}}.json",
     log:
@@ -39,6 +43,32 @@ rule precompute_block:
         "../envs/gguf-trainer.yaml"
     script:
         "../scripts/precompute_block.py"
+
+
+if VISION_PROJ:
+
+    rule vision_proj:
+        message:
+            "Fit student embeddings to pieces of pictures"
+        input:
+            settings=f"{RUN}/settings/vision_proj.json",
+            materials=MODELS,
+        output:
+            VISION_PROJ,
+        log:
+            f"{RUN}/logs/vision_proj.log",
+        benchmark:
+            f"{RUN}/benchmarks/vision_proj.tsv"
+        params:
+            settings=settings.model_dump(),
+        threads: 8
+        resources:
+            mem_mb=4000,
+            runtime="1h",
+        conda:
+            "../envs/gguf-trainer.yaml"
+        script:
+            "../scripts/vision_proj.py"
 
 
 if settings.adapter.vocabulary:

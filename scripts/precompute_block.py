@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from trainer import config, materials, precompute
+from trainer import config, materials, precompute, precompute_pictures
 from trainer.control import Requests, only_one
 from trainer.files import write_json
 from trainer.job import job
@@ -15,7 +15,11 @@ with job(snakemake.log[0]):
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
     with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
-        block = precompute.Block(settings, records, requests, snakemake.resources.mem_mb * 10**6)
+        given = settings, records, requests, snakemake.resources.mem_mb * 10**6
+        if snakemake.input.vision_proj:
+            block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj))
+        else:
+            block = precompute.Block(*given)
         content = block.fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
         config.write_stage_settings(settings, "precompute")
         write_json(snakemake.output[0], content)

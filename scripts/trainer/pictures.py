@@ -29,6 +29,12 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = {
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+}
 
 
 class Measured(NamedTuple):
@@ -54,6 +60,21 @@ def open_rgb(path: str | Path) -> Image.Image:
         return _decoded(Path(path).read_bytes())[0]
     except (OSError, ValueError) as error:
         raise TrainerError(f"the picture {path} cannot be read ({_reason(error)}); replace or remove it") from None
+
+
+def size(path: str | Path) -> tuple[int, int]:
+    """Height and width of the picture in a file as `open_rgb` gives it; only the file's header is read.
+
+    Raises:
+        TrainerError: it is missing, or the header is none of such a picture.
+    """
+    try:
+        with Image.open(path, formats=list(_SUFFIXES)) as image:
+            width, height = image.size
+            turned = _TURNS.get(_orientation(image)) in _SIDEWAYS
+    except Exception as error:  # on damaged bytes decoders raise whatever they run into
+        raise TrainerError(f"the picture {path} cannot be read ({_reason(error)}); replace or remove it") from None
+    return (width, height) if turned else (height, width)
 
 
 def measure(data: bytes) -> Measured:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 # films; a picture is one of FRAMES equal frames.
 PATCH, MERGE, FRAMES = 16, 2, 2
 SLOT = PATCH * MERGE
+ROW = 3 * FRAMES * PATCH**2  # values of a patch
 _LONGEST = 384
 _CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 _CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
