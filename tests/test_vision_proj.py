@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tiny_models
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -30,17 +31,19 @@ def exact(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.linalg.lstsq(stacked, torch.cat([wanted, wanted.new_zeros(rows.shape[1], wanted.shape[1])])).solution.T
 
 
-def test_it_is_the_ridge_solution_also_where_all_embeddings_share_a_direction(monkeypatch) -> None:
+@pytest.mark.parametrize("common", [0.0, 10.0])
+def test_it_is_the_ridge_solution_also_where_all_embeddings_share_a_direction(
+    monkeypatch: pytest.MonkeyPatch, common: float
+) -> None:
     monkeypatch.setattr(vision_proj, "_COLUMNS", 100)
-    for common in (0.0, 10.0):
-        rows, wanted = tables(9000, 256, 64, common)
-        weight, fit = vision_proj.fit(lambda a, b: rows[a:b], lambda a, b: wanted[a:b], len(rows))
-        expected = exact(rows, wanted)
-        assert (weight.shape, weight.dtype) == ((64, 256), torch.float32)
-        assert (weight - expected).norm() / expected.norm() < 1e-4
-        cosines = torch.cosine_similarity(rows.double() @ expected.T, wanted.double(), dim=-1)
-        assert abs(fit - cosines.mean()) < 1e-5
-        assert 0.3 < fit < 1
+    rows, wanted = tables(9000, 256, 64, common)
+    weight, fit = vision_proj.fit(lambda a, b: rows[a:b], lambda a, b: wanted[a:b], len(rows))
+    expected = exact(rows, wanted)
+    assert (weight.shape, weight.dtype) == ((64, 256), torch.float32)
+    assert (weight - expected).norm() / expected.norm() < 1e-4
+    cosines = torch.cosine_similarity(rows.double() @ expected.T, wanted.double(), dim=-1)
+    assert abs(fit - cosines.mean()) < 1e-5
+    assert 0.3 < fit < 1
 
 
 def test_what_maps_exactly_is_found() -> None:
