@@ -213,7 +213,7 @@ def test_moments_are_those_of_the_rows(made) -> None:
 
 def check_moments(file: Path) -> None:
     shard = shards.Shard(file)
-    for name in ("student", "target"):
+    for name in ("student", "target", "vision"):
         rows = torch.cat([getattr(shard.rows(n), name) for n in range(len(shard))]).double()
         torch.testing.assert_close(shard.tensors[f"{name}_sum"], rows.sum(0))
         torch.testing.assert_close(shard.tensors[f"{name}_sumsq"], rows.square().sum(0))

@@ -147,11 +147,12 @@ def _gathered(
             picture.source = min(picture.source, source.name)
             captions = (instructions.tidy(clean(caption)) for caption in found.captions)
             picture.captions.update(caption for caption in captions if 0 < len(caption) <= settings.max_chars)
-        tally.read[source.name] += progress.done
-        report.read += progress.done
+        read = round(progress.done)
+        tally.read[source.name] += read
+        report.read += read
         report.unreadable += bad
         if bad:
-            _check_broken(settings, source.name, bad, progress.done, report, tally)
+            _check_broken(settings, source.name, bad, read, report, tally)
     return sorted(pictures.values(), key=lambda picture: rank(picture.digest, settings.seed))
 
 

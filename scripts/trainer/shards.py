@@ -8,15 +8,12 @@ Rows are ragged: those of all samples stand one after another, and `offsets[s]:o
     offsets          [S + 1]           int64
     slots            [P]               int32  teacher token ids of those rows, end marker included; empty where rows are
                                               not of tokens
-    {student,target}_{sum,sumsq}       f64    per dimension, over all rows as they are read back
-
-Of packs with pictures, whose adapters make a row for each token:
-
-    vision           [V, vision_dim]   bf16   what the teacher's tower makes of pictures
+    target_at        [P]               int32  position of each teacher row among its sample's student rows, and
+    start            [S]               int32  the first position that the DiT reads; both of token-aligned packs only
+    vision           [V, vision_dim]   bf16   rows of the vision tower, of packs with pictures only
+    vision_at        [V]               int32  position of each among its sample's student rows
     vision_offsets   [S + 1]           int64
-    vision_at        [V]               int32  where each stands in the student's sequence of its sample
-    target_at        [P]               int32  likewise, for the teacher rows
-    start            [S]               int32  the first row of the sequence that the model of the engine reads
+    {student,target,vision}_{sum,sumsq}  f64  per dimension, over all rows as they are read back
 
 Where rows are stored in a byte a value, `student`, `target` and `vision` are int8, and `<name>_scale`, f32, has the
 factor of each row. They are read back as bf16.
@@ -26,7 +23,7 @@ The header (metadata key `trainer`, JSON) says what the shard was made from and 
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +41,9 @@ from trainer.files import written_whole
 class Rows:
     """What one sample contributes.
 
-    student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none. Of packs with pictures also vision
-    [V, vision_dim], bf16, the positions of its and of the teacher's rows, and the first one that is read.
+    student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none.
+    vision: [V, vision_dim] bf16; None for packs without pictures.
+    vision_at, target_at, start: as in the file.
     """
 
     id: str
@@ -68,7 +66,7 @@ def write(
     path: Path,
     samples: Sequence[Rows],
     header: dict[str, Any],
-    dims: tuple[int, ...],
+    dims: tuple[int, int] | tuple[int, int, int | None],
     moments: tuple[Moments, Moments] | None = None,
     storage: Storage = "bf16",
 ) -> None:
@@ -95,15 +93,16 @@ def write(
     for number, name in enumerate(("student", "target")):
         known = moments[number] if moments and storage == "bf16" else _moments(name, tensors)
         tensors |= {f"{name}_sum": known[0], f"{name}_sumsq": known[1]}
-    if len(dims) > 2:
-        vision = _cat([s.vision for s in samples], dims[2])
+    if any(s.target_at for s in samples):
+        tensors["target_at"] = _int32(at for s in samples for at in s.target_at)
+        tensors["start"] = _int32(s.start for s in samples)
+    if len(dims) > 2 and dims[2]:
         tensors |= {
-            **_stored("vision", vision, storage),
-            "vision_offsets": _offsets([len(s.vision_at) for s in samples]),
+            **_stored("vision", _cat([s.vision for s in samples], dims[2]), storage),
             "vision_at": _int32(at for s in samples for at in s.vision_at),
-            "target_at": _int32(at for s in samples for at in s.target_at),
-            "start": _int32(s.start for s in samples),
+            "vision_offsets": _offsets([len(s.vision_at) for s in samples]),
         }
+        tensors["vision_sum"], tensors["vision_sumsq"] = _moments("vision", tensors)
     header = header | {
         "samples": len(samples),
         "rows": len(target),
@@ -200,7 +199,7 @@ class Shard:
 
     @cached_property
     def vision_offsets(self) -> list[int]:
-        """Where the rows of each sample's pictures begin, and the end; of packs with pictures."""
+        """Where the vision rows of each sample begin, and the end."""
         return self.tensors["vision_offsets"].tolist()
 
     def rows(self, sample: int) -> Rows:
@@ -208,22 +207,15 @@ class Shard:
         a, b = self.offsets[sample : sample + 2]
         c, d = self.student_offsets[sample : sample + 2]
         t = self.tensors
-        rows = Rows(
-            self.header["ids"][sample],
-            t["slots"][a:b].tolist(),
-            _read_back("student", t, c, d),
-            _read_back("target", t, a, b),
-        )
-        if "vision" not in t:
-            return rows
-        e, f = self.vision_offsets[sample : sample + 2]
-        return replace(
-            rows,
-            vision=_read_back("vision", t, e, f),
-            vision_at=t["vision_at"][e:f].tolist(),
-            target_at=t["target_at"][a:b].tolist(),
-            start=int(t["start"][sample]),
-        )
+        more: dict[str, Any] = {}
+        if "vision" in t:
+            e, f = self.vision_offsets[sample : sample + 2]
+            more = {"vision": _read_back("vision", t, e, f), "vision_at": t["vision_at"][e:f].tolist()}
+        if "target_at" in t:
+            more |= {"target_at": t["target_at"][a:b].tolist(), "start": int(t["start"][sample])}
+        slots = t["slots"][a:b].tolist()
+        student, target = _read_back("student", t, c, d), _read_back("target", t, a, b)
+        return Rows(self.header["ids"][sample], slots, student, target, **more)
 
     def damaged(self) -> bool:
         """Whether the content differs from what was written. Reads the whole file."""
