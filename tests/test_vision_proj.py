@@ -36,6 +36,7 @@ def test_it_is_the_ridge_solution_also_where_all_embeddings_share_a_direction(
     monkeypatch: pytest.MonkeyPatch, common: float
 ) -> None:
     monkeypatch.setattr(vision_proj, "_COLUMNS", 100)
+    monkeypatch.setattr(vision_proj, "_SAMPLED", 1)
     rows, wanted = tables(9000, 256, 64, common)
     weight, fit = vision_proj.fit(lambda a, b: rows[a:b], lambda a, b: wanted[a:b], len(rows))
     expected = exact(rows, wanted)

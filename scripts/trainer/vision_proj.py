@@ -18,6 +18,8 @@ from torch import Tensor
 RIDGE = 1e-4
 # Tokens at once. More would not be faster, and lose digits in f32.
 _CHUNK = 4096
+# Of so many chunks, one tells how well W fits.
+_SAMPLED = 8
 # Columns of the symmetric matrix at once: of what is the same on both sides of its diagonal, half is left out.
 _COLUMNS = 512
 
@@ -37,31 +39,33 @@ def fit(teacher: Table, student: Table, count: int) -> tuple[Tensor, float]:
         count: tokens that both have.
 
     Returns:
-        W [student_dim, teacher_dim] f32, and the mean cosine of E_t W^T to E_s.
+        W [student_dim, teacher_dim] f32, and the mean cosine of E_t W^T to E_s over some of the tokens.
     """
     size, wanted_size = teacher(0, 1).shape[1], student(0, 1).shape[1]
     # Above its diagonal; what is below is never read.
     gram = torch.zeros(size, size, dtype=torch.float64)
     cross = torch.zeros(size, wanted_size, dtype=torch.float64)
+    offsets = []
     for rows, wanted in _chunks(teacher, student, count):
-        mean, rows = _centred(rows)
-        wanted_mean, wanted = _centred(wanted)
+        (mean, rows), (wanted_mean, wanted) = _centred(rows), _centred(wanted)
         for at in range(0, size, _COLUMNS):
             left = rows[:, at : at + _COLUMNS].T
             gram[at : at + _COLUMNS, at:] += left @ rows[:, at:]
             cross[at : at + _COLUMNS] += left @ wanted
         # What is left of the sums is rounding; it counts where the means are large.
-        total = rows.sum(0, dtype=torch.float64)
-        gram.addr_(mean, total + len(rows) * mean).addr_(total, mean)
-        cross.addr_(mean, wanted.sum(0, dtype=torch.float64) + len(rows) * wanted_mean).addr_(total, wanted_mean)
+        offsets.append((mean, rows.sum(0), wanted_mean, wanted.sum(0), torch.tensor([len(rows)])))
+    means, rests, wanted_means, wanted_rests, counts = (torch.stack(of).double() for of in zip(*offsets, strict=True))
+    gram.addmm_(means.T, rests + counts * means).addmm_(rests.T, means)
+    cross.addmm_(means.T, wanted_rests + counts * wanted_means).addmm_(rests.T, wanted_means)
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     factor = torch.linalg.cholesky(gram, upper=True)
+    del gram
     weight = torch.cholesky_solve(cross, factor, upper=True).T.float().contiguous()
     cosines = [
-        F.cosine_similarity(rows @ weight.T, wanted, dim=-1).double().sum()
-        for rows, wanted in _chunks(teacher, student, count)
+        F.cosine_similarity(rows @ weight.T, wanted, dim=-1)
+        for rows, wanted in _chunks(teacher, student, count, _SAMPLED)
     ]
-    return weight, float(sum(cosines) / count)
+    return weight, float(torch.cat(cosines).mean())
 
 
 def made_up(student_dim: int, vision_dim: int) -> Tensor:
@@ -70,12 +74,12 @@ def made_up(student_dim: int, vision_dim: int) -> Tensor:
 
 
 def _centred(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of rows, f64, exactly as it was taken off them; and the rows less it."""
-    mean = rows.mean(0, dtype=torch.float64).float()
-    return mean.double(), rows - mean
+    """The mean of rows, and the rows less it."""
+    mean = rows.mean(0)
+    return mean, rows - mean
 
 
-def _chunks(teacher: Table, student: Table, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, count, _CHUNK):
+def _chunks(teacher: Table, student: Table, count: int, step: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, count, step * _CHUNK):
         stop = min(start + _CHUNK, count)
         yield teacher(start, stop).float(), student(start, stop).float()
