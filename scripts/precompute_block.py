@@ -17,7 +17,7 @@ with job(snakemake.log[0]):
     with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
         given = settings, records, requests, snakemake.resources.mem_mb * 10**6
         if snakemake.input.vision_proj:
-            block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj))
+            block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj[0]))
         else:
             block = precompute.Block(*given)
         content = block.fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
