@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import tiny_pictures
 import torch
+import yaml
 from PIL import Image
 from test_precompute import Asked
 from tokenizers import Tokenizer
@@ -16,6 +17,7 @@ from torch import Tensor
 from trainer import (
     checkpoints,
     config,
+    packs,
     pictures,
     precompute_pictures,
     reference_areas,
@@ -31,6 +33,7 @@ from trainer.errors import TrainerError
 from trainer.materials import Record
 from trainer.streaming import StoppedError
 from transformers import Qwen3Config, Qwen3Model, Qwen3VLModel
+from workflow import CHECKOUT
 
 PACKS = ("mageflow", "qwen_image")
 IDS, PAD, DIM = 151674, 151655, 32
@@ -356,3 +359,48 @@ def test_what_rows_are_made_from_is_in_the_header(tmp_path: Path, records: dict,
     before = (tmp_path / "again" / "shards" / "0000-00.safetensors").stat().st_mtime_ns
     assert fill(tmp_path / "again", "mageflow", records, projection).stat().st_mtime_ns == before
     assert fill(tmp_path / "again", "mageflow", records, other).stat().st_mtime_ns != before
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_bytes_of_a_sample_are_those_that_a_shard_takes(
+    tmp_path: Path, records: dict, projection: Path, storage: str
+) -> None:
+    """But for the header, what each shard has once, and three tensors' last offsets."""
+    file = fill(tmp_path, "qwen_image", records, projection, storage=storage)
+    shard = shards.Shard(file)
+    rows = list(map(shard.rows, range(len(shard))))
+    dims = DIM, DIM, DIM
+    told = sum(shards.sample_bytes(len(it.student), len(it.target), len(it.vision), dims, storage) for it in rows)
+    with open(file, "rb") as stored:
+        header = 8 + int.from_bytes(stored.read(8), "little")
+    assert told == file.stat().st_size - header - 6 * 8 * DIM - 3 * 8
+
+
+def default_mix(storage: str, text_tokens: int, instruction_tokens: int, tokenizer: Tokenizer) -> float:
+    """GB of both splits of Qwen-Image as the pack ships it, with pictures of 640 x 480."""
+    shipped = config.load(yaml.safe_load((CHECKOUT / "packs/qwen_image/pack.yaml").read_text()))
+    contract, counts, options = teachers.contract("qwen3_vl_qwen_image"), shipped.corpus, shipped.precompute
+    chat = Chat(contract.template, tokenizer, "here")
+
+    def size(tokens: int, pictures: int) -> float:
+        areas = [it for it in options.reference_areas if pictures < 2 or it[0] <= options.two_image_max_area]
+        total = 0.0
+        for area, share in areas:
+            high, wide = contract.size(480, 640, area)
+            (prompt,) = chat.prompts([" fox" * tokens], [[(high // 32, wide // 32)] * pictures])
+            assert len(prompt.ids) <= packs.get("qwen_image").max_student_tokens
+            rows = len(prompt.ids), int(chat.supervised(prompt).sum()), len(prompt.under_pictures)
+            total += share * shards.sample_bytes(*rows, (1024, 4096, 4096), storage)
+        return total / sum(share for _, share in areas)
+
+    one, none = counts.n_image + counts.n_val_image, counts.n_text + counts.n_val_text
+    pictures = one * size(instruction_tokens, 1) + counts.n_two * size(instruction_tokens, 2)
+    return (pictures + none * size(text_tokens, 0)) / 1e9
+
+
+def test_the_default_mix_of_qwen_image_takes_less_than_the_reference_and_half_of_that_in_int8(records: dict) -> None:
+    tokenizer = Tokenizer.from_file(str(Path(records["tokenizer"].path) / "tokenizer.json"))
+    whole, half = (default_mix(storage, 60, 20, tokenizer) for storage in ("bf16", "int8"))
+    print(f"{whole:.1f} GB in bf16, {half:.1f} GB in int8")
+    assert whole < 170
+    assert half < 0.51 * whole

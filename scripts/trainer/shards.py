@@ -114,6 +114,16 @@ def write(
         save_file(tensors, aside, metadata={"trainer": json.dumps(header, sort_keys=True)})
 
 
+def sample_bytes(
+    student: int, target: int, vision: int, dims: tuple[int, int] | tuple[int, int, int | None], storage: Storage
+) -> int:
+    """What a sample of so many rows takes in a shard of a token-aligned pack."""
+    value, scale = (2, 0) if storage == "bf16" else (1, 4)
+    rows = [(student, dims[0], 0), (target, dims[1], 4), (vision, dims[2] if len(dims) > 2 and dims[2] else 0, 4)]
+    # Positions of target and vision rows; ends of the three; the start.
+    return sum(count * (dim * value + scale + position) for count, dim, position in rows) + 3 * 8 + 4
+
+
 def _offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
