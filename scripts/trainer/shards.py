@@ -15,8 +15,9 @@ Rows are ragged: those of all samples stand one after another, and `offsets[s]:o
     vision_offsets   [S + 1]           int64
     {student,target,vision}_{sum,sumsq}  f64  per dimension, over all rows as they are read back
 
-Where rows are stored in a byte a value, `student`, `target` and `vision` are int8, and `<name>_scale`, f32, has the
-factor of each row. They are read back as bf16.
+Where rows are stored in a byte a value, `student`, `target` and `vision` are int8; a value is to be multiplied by the
+factors of its row, `<name>_scale`, and of its dimension, `<name>_columns`, both f32, and is read back as bf16. Without
+factors for dimensions, of which a few may be hundreds of times as large as the others, these would lose all digits.
 
 The header (metadata key `trainer`, JSON) says what the shard was made from and carries a checksum of everything.
 """
@@ -60,6 +61,7 @@ Storage = Literal["bf16", "int8"]
 Moments = tuple[torch.Tensor, torch.Tensor]
 # Rows that are converted at a time: a wider copy of all would be several times the shard.
 _PIECE = 4096
+_TINY = 1e-30  # stands for a scale of zero
 
 
 def write(
@@ -137,21 +139,23 @@ def _cat(rows: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _stored(name: str, rows: torch.Tensor, storage: Storage) -> dict[str, torch.Tensor]:
-    """Rows as they are stored: themselves, or rounded to 127 steps of their largest value."""
+    """Rows as they are stored: themselves, or each, its dimensions of equal size, in 127 steps to its largest value."""
     if storage == "bf16":
         return {name: rows}
+    squares = sum(part.float().square().sum(0, dtype=torch.float64) for part in rows.split(_PIECE))
+    columns = (squares / max(1, len(rows))).sqrt().float().clamp_min(_TINY)
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows))
     for value, scale, part in zip(values.split(_PIECE), scales.split(_PIECE), rows.split(_PIECE), strict=True):
-        part = part.float()
-        scale.copy_(part.abs().amax(1) / 127)
-        value.copy_((part / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round())
-    return {name: values, f"{name}_scale": scales}
+        part = part.float() / columns
+        scale.copy_((part.abs().amax(1) / 127).clamp_min(_TINY))
+        value.copy_((part / scale[:, None]).round())
+    return {name: values, f"{name}_scale": scales, f"{name}_columns": columns}
 
 
 def _read_back(name: str, tensors: dict[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
     """Rows `start` to `stop`, in bf16."""
     rows, scales = tensors[name][start:stop], tensors.get(f"{name}_scale")
-    return rows if scales is None else (rows.float() * scales[start:stop, None]).bfloat16()
+    return rows if scales is None else (rows * scales[start:stop, None] * tensors[f"{name}_columns"]).bfloat16()
 
 
 def _moments(name: str, tensors: dict[str, torch.Tensor]) -> Moments:
