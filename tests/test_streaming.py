@@ -255,3 +255,47 @@ def test_components_of_a_snapshot_keep_their_folder_in_the_name(tmp_path):
     assert Weights(tmp_path, ("one", "two")).shapes == {"one/w": (2,), "two/w": (2,)}
     with pytest.raises(TrainerError, match=r"three has no weights in safetensors files"):
         Weights(tmp_path, ("one", "three"))
+
+
+@pytest.mark.parametrize("memory", ["resident", "streamed"])
+def test_batches_are_made_a_few_ahead_and_not_all_at_once(t5, tmp_path, memory):
+    teacher = teachers.load("t5", t5, torch.float32)
+    ram = 1 << 30 if memory == "resident" else int(2.1 * largest(teacher) / 0.75)
+    states, made, most = batches(12), [], []
+
+    def make(number):
+        made.append(number)
+        return states[number]
+
+    executor = Executor("teacher", teacher.parts, teacher.weights, CPU, Budget(ram, ram))
+    kept = Activations(make, [f"batch{n}" for n in range(12)], tmp_path)
+    last = [-1]
+
+    def watch(number):
+        last[0] = max(last[0], number)
+        most.append(len(made) - 1 - last[0])
+
+    list(executor.run(kept, lambda n, state: state, lambda: False, watch))
+    assert sorted(made) == list(range(12))
+    assert max(most) <= streaming._AHEAD
+
+
+def test_an_error_in_the_making_of_a_batch_ends_the_run(t5, tmp_path):
+    def broken(number):
+        raise TrainerError(f"no batch {number}")
+
+    teacher = teachers.load("t5", t5, torch.float32)
+    executor = Executor("teacher", teacher.parts, teacher.weights, CPU, Budget(1 << 30, 1 << 30))
+    with pytest.raises(TrainerError, match="no batch 0"):
+        list(executor.run(Activations(broken, ["a", "b"], tmp_path), lambda n, it: it, lambda: False, lambda n: None))
+
+
+def test_a_sample_of_a_batch_is_the_same_in_memory_and_on_disk(tmp_path):
+    states = [{"rows": torch.arange(24).view(2, 3, 4).bfloat16(), "more": torch.ones(2, 1)}]
+    for room in (1 << 20, 0):
+        kept = Activations(states.__getitem__, ["a"], tmp_path / f"{room}")
+        kept.place(CPU, 0, room)
+        kept.put(0, 1, states[0])
+        assert (kept.held > 0) == (room > 0)
+        (rows,) = kept.sample(0, 1, ["rows"]).values()
+        assert torch.equal(rows, states[0]["rows"][1])
