@@ -29,6 +29,21 @@ def test_a_picture_is_turned_as_its_exif_orientation_says(tmp_path, orientation)
         assert upright.size == ((36, 48) if orientation > 4 else (48, 36))
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
+@pytest.mark.parametrize("orientation", range(9))
+def test_the_size_in_the_header_is_that_of_the_picture(tmp_path, kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {} if kind == "BMP" else {"exif": exif}
+    path = tmp_path / "a"
+    path.write_bytes(encoded(picture(1, (40, 24)), kind, **options))
+    image = pictures.open_rgb(path)
+    assert pictures.size(path) == (image.height, image.width)
+    path.write_bytes(path.read_bytes()[:12])
+    with pytest.raises(TrainerError, match="cannot be read"):
+        pictures.size(path)
+
+
 def test_of_a_phones_file_of_two_pictures_the_first_counts(tmp_path):
     both = encoded(picture(1), "MPO", save_all=True, append_images=[picture(2)], quality=95)
     assert np.abs(opened(tmp_path, both) - np.asarray(picture(1)).astype(int)).mean() < 8
