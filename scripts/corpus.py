@@ -7,7 +7,7 @@ with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
     inputs = {"settings": settings.corpus, "records": snakemake.input.presets}
     outputs = {name: snakemake.output[name] for name in ("train", "val", "summary")}
-    if packs.get(settings.pack).images:
+    if packs.get(settings.pack).vision_dim:
         picture_corpus.build(**inputs, **outputs, threads=snakemake.threads)
     else:
         corpus.build(**inputs, **outputs)

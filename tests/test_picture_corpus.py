@@ -414,7 +414,7 @@ def test_pictures_whose_files_are_gone_leave_the_run_too(tmp_path):
 
 @pytest.fixture
 def picture_pack(monkeypatch):
-    pack = dataclasses.replace(packs.get("demo"), name="album", images=True)
+    pack = dataclasses.replace(packs.get("demo"), name="album", vision_dim=8)
     monkeypatch.setitem(packs._PACKS, "album", pack)
 
 

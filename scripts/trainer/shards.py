@@ -8,7 +8,12 @@ Rows are ragged: those of all samples stand one after another, and `offsets[s]:o
     offsets          [S + 1]           int64
     slots            [P]               int32  teacher token ids of those rows, end marker included; empty where rows are
                                               not of tokens
-    {student,target}_{sum,sumsq}       f64    per dimension, over all rows
+    target_at        [P]               int32  position of each teacher row among its sample's student rows, and
+    start            [S]               int32  the first position that the DiT reads; both of token-aligned packs only
+    vision           [V, vision_dim]   bf16   rows of the vision tower, of packs with pictures only
+    vision_at        [V]               int32  position of each among its sample's student rows
+    vision_offsets   [S + 1]           int64
+    {student,target,vision}_{sum,sumsq}  f64  per dimension, over all rows
 
 The header (metadata key `trainer`, JSON) says what the shard was made from and carries a checksum of everything.
 """
@@ -31,12 +36,20 @@ from trainer.files import written_whole
 
 @dataclass(frozen=True)
 class Rows:
-    """What one sample contributes: student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none."""
+    """What one sample contributes: student [L, student_dim] and target [P, teacher_dim], bf16; slots: P ids or none.
+
+    vision: [V, vision_dim] bf16; None for packs without pictures.
+    vision_at, target_at, start: as in the file.
+    """
 
     id: str
     slots: list[int]
     student: torch.Tensor
     target: torch.Tensor
+    vision: torch.Tensor | None = None
+    vision_at: list[int] = field(default_factory=list)
+    target_at: list[int] = field(default_factory=list)
+    start: int = 0
 
 
 Moments = tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +59,7 @@ def write(
     path: Path,
     samples: Sequence[Rows],
     header: dict[str, Any],
-    dims: tuple[int, int],
+    dims: tuple[int, int] | tuple[int, int, int | None],
     moments: tuple[Moments, Moments] | None = None,
 ) -> None:
     """Write a shard whole.
@@ -55,7 +68,7 @@ def write(
         path: the file.
         samples: in the order they are stored; may be empty.
         header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids` and `checksum` are added.
-        dims: (student_dim, teacher_dim).
+        dims: (student_dim, teacher_dim), and vision_dim of packs with pictures.
         moments: (sums, sums of squares) per dimension, f64, of all student and all target rows, where they are known.
     """
     student = torch.cat([torch.empty(0, dims[0], dtype=torch.bfloat16), *(s.student for s in samples)])
@@ -69,6 +82,17 @@ def write(
         **_named("student", moments[0] if moments else _moments(student)),
         **_named("target", moments[1] if moments else _moments(target)),
     }
+    if any(s.target_at for s in samples):
+        tensors["target_at"] = torch.tensor([at for s in samples for at in s.target_at], dtype=torch.int32)
+        tensors["start"] = torch.tensor([s.start for s in samples], dtype=torch.int32)
+    if len(dims) > 2 and dims[2]:
+        vision = torch.cat([torch.empty(0, dims[2], dtype=torch.bfloat16), *(s.vision for s in samples)])
+        tensors |= {
+            "vision": vision,
+            "vision_at": torch.tensor([at for s in samples for at in s.vision_at], dtype=torch.int32),
+            "vision_offsets": _offsets([len(s.vision_at) for s in samples]),
+            **_named("vision", _moments(vision)),
+        }
     header = header | {
         "samples": len(samples),
         "rows": len(target),
@@ -140,12 +164,24 @@ class Shard:
         """Where the student rows of each sample begin, and the end."""
         return self.tensors["student_offsets"].tolist()
 
+    @cached_property
+    def vision_offsets(self) -> list[int]:
+        """Where the vision rows of each sample begin, and the end."""
+        return self.tensors["vision_offsets"].tolist()
+
     def rows(self, sample: int) -> Rows:
         """The rows of one sample."""
         a, b = self.offsets[sample : sample + 2]
         c, d = self.student_offsets[sample : sample + 2]
         t = self.tensors
-        return Rows(self.header["ids"][sample], t["slots"][a:b].tolist(), t["student"][c:d], t["target"][a:b])
+        more: dict[str, Any] = {}
+        if "vision" in t:
+            e, f = self.vision_offsets[sample : sample + 2]
+            more = {"vision": t["vision"][e:f], "vision_at": t["vision_at"][e:f].tolist()}
+        if "target_at" in t:
+            more |= {"target_at": t["target_at"][a:b].tolist(), "start": int(t["start"][sample])}
+        slots = t["slots"][a:b].tolist()
+        return Rows(self.header["ids"][sample], slots, t["student"][c:d], t["target"][a:b], **more)
 
     def damaged(self) -> bool:
         """Whether the content differs from what was written. Reads the whole file."""

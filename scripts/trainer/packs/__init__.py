@@ -1,9 +1,9 @@
 """The packs by name. A new pack is one file here and one folder in packs/."""
 
-from trainer.packs import demo, llada_image, pixart
+from trainer.packs import demo, llada_image, mageflow, pixart, qwen_image
 from trainer.packs.base import Pack
 
-_PACKS = {pack.name: pack for pack in (demo.PACK, pixart.PACK, llada_image.PACK)}
+_PACKS = {pack.name: pack for pack in (demo.PACK, pixart.PACK, llada_image.PACK, mageflow.PACK, qwen_image.PACK)}
 
 
 def names() -> list[str]:
