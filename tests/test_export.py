@@ -352,6 +352,55 @@ def test_a_truncated_file_is_refused_in_words(trained, tmp_path):
         evaluation.load_adapter(short, torch.device("cpu"))
 
 
+def test_a_token_aligned_pack_without_pictures_goes_all_the_way(tmp_path, monkeypatch):
+    plain = replace(packs.get("mageflow"), name="plain", vision_dim=None)
+    monkeypatch.setitem(packs._PACKS, "plain", plain)
+    settings, inputs, out = train_and_export(tmp_path / "a", "plain")
+    assert inputs.given == {}
+    found = {name: (array.shape, array.dtype.type) for name, array in export.read_arrays(out).items()}
+    assert found == expected_layout(64, 1, tiny_runs.STUDENT, tiny_runs.TEACHER)
+    assert export.read_keys(out)["adapter.kind"] == "token_aligned"
+    best = inputs.run / "checkpoints" / "best.safetensors"
+    mean = checkpoints.load(best)[0]["scale.target_mean"]
+    metrics = evaluation.evaluate(settings, out, mean, best, inputs.val, {})["metrics"]
+    assert metrics["cos_slice"] > metrics["baseline_cos"] + 0.1
+    assert metrics["cos_slice"] == metrics["cos_t2i"]
+    assert not {"cos_edit", "cos_vis", "cos_txt"} & metrics.keys()
+    broken = tiny_runs.settings(tmp_path / "b", "plain", steps=60, lr=3e-3)
+    again = tiny_runs.make(broken)
+    with pytest.raises(TrainerError, match="stopped at step 23"):
+        go(broken, again, stop_at=23)
+    go(broken, again)
+    one, other = (load_file(run / "checkpoints" / "best.safetensors") for run in (inputs.run, again.run))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("pack", ["mageflow", "qwen_image"])
+def test_no_row_of_padding_is_computed(every, pack):
+    """Samples of very different lengths: each matrix is multiplied with rows of tokens only."""
+    settings, inputs, _ = every(pack)
+    adapter = adapters.fresh(settings.adapter)
+    shard = Shard(inputs.val[0])
+    batch = collate([(shard, n) for n in range(20)], None).widened()
+    rows = {}
+    for name, module in adapter.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, given, made, name=name: rows.update({name: len(made)}))
+    adapter(batch)
+    wanted = {"vis_in": sum(batch.seen), "out_proj": len(batch.target), "skip": len(batch.target)}
+    assert rows == {name: wanted.get(name, sum(batch.lengths)) for name in rows}
+    assert len(set(batch.lengths)) > 5
+
+
+def test_a_sample_is_read_by_itself(every):
+    """Neither the other samples of its batch nor their order change a sample's rows."""
+    _, inputs, out = every("mageflow")
+    adapter, shard = evaluation.load_adapter(out, torch.device("cpu")), Shard(inputs.val[0])
+    together = adapter(collate([(shard, n) for n in range(8)], None).widened())
+    for number, rows in enumerate(together.split([len(shard.rows(n).target) for n in range(8)])):
+        torch.testing.assert_close(rows, adapter(collate([(shard, number)], None).widened()), atol=1e-4, rtol=1e-4)
+
+
 def test_a_synthetic_teacher_is_told_in_the_file_and_in_its_name(tmp_path):
     settings = tiny_runs.settings(tmp_path, steps=5)
     settings = settings.model_validate(settings.model_dump() | {"precompute": {"teacher": "synthetic"}})

@@ -118,7 +118,9 @@ def collate(picks: Sequence[tuple[Shard, int]], queries: int | None) -> Batch:
 
 def _flat(places: Sequence[Sequence[int]], firsts: Iterable[int]) -> Tensor:
     """Places within samples as places within the batch, from the first place of each sample."""
-    return torch.tensor([first + at for sample, first in zip(places, firsts, strict=True) for at in sample], dtype=torch.int64)
+    return torch.tensor(
+        [first + at for sample, first in zip(places, firsts, strict=True) for at in sample], dtype=torch.int64
+    )
 
 
 class Order:
