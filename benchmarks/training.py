@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 from trainer import checkpoints, config, shards
 from trainer.adapters.resampler import Resampler
-from trainer.batches import Loader, Order
+from trainer.batches import Batch, Loader, Order
 from trainer.config import Settings
 from trainer.files import write_json
 from trainer.training import Inputs, Trainer
@@ -60,7 +60,7 @@ def make_run(folder: Path, options: argparse.Namespace) -> tuple[Settings, Input
     write_json(run / "shards.json", index)
     table = torch.randn(shape.vocabulary, shape.width, generator=random)
     checkpoints.save(run / "shards" / "seed_table.safetensors", {"table": table}, {"width": shape.width})
-    return settings, Inputs.read(run, seeded=True)
+    return settings, Inputs.read(settings)
 
 
 def make_sample(id: str, slots: int, shape: config.Adapter, random: torch.Generator) -> shards.Rows:
@@ -113,7 +113,10 @@ def plain(settings: Settings, inputs: Inputs) -> Callable[[], None]:
             slots[number, : len(sample.slots)] = torch.tensor(sample.slots)
             target[number, : len(sample.target)] = sample.target
             real[number, : len(sample.target)] = 1
-        predicted = adapter.head(adapter(student, keep, slots))
+        lengths = tuple(len(sample.student) for sample in picks)
+        counts, seen = (shape.queries,) * len(picks), (0,) * len(picks)
+        predicted = adapter(Batch(lengths, counts, seen, student[keep], target.flatten(0, 1), slots=slots))
+        predicted = predicted.view_as(target)
         squared = (((predicted - target) / sigma).square().mean(-1) * real).sum() / real.sum()
         cosine = (cosine_similarity(predicted, target, dim=-1) * real).sum() / real.sum()
         loss = squared + 0.5 * (1 - cosine)

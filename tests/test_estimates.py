@@ -3,8 +3,7 @@
 import estimate as script
 import pytest
 import torch
-from trainer import packs
-from trainer.adapters.resampler import Resampler
+from trainer import adapters, packs
 from trainer.estimates import Machine, estimate, sample_bytes
 from workflow import CHECKOUT
 
@@ -17,11 +16,8 @@ def test_the_table_in_the_readme_is_what_the_script_prints():
 @pytest.mark.parametrize("name", packs.names())
 def test_training_memory_counts_the_parameters_of_the_adapter(name):
     settings = script.of_pack(name)
-    shape = settings.adapter
     with torch.device("meta"):
-        adapter = Resampler(
-            shape.student_dim, shape.teacher_dim, shape.width, shape.depth, shape.queries, shape.vocabulary
-        )
+        adapter = adapters.fresh(settings.adapter)
     parameters = sum(parameter.numel() for parameter in adapter.parameters())
     settings.train.batch_size = 0  # no activations
     weights = estimate(settings, Machine("any", 1, 1)).training - 2
@@ -41,3 +37,9 @@ def test_a_slower_disk_or_processor_takes_longer_and_twice_the_prompts_twice_the
 def test_a_sample_is_its_rows_in_bf16():
     assert sample_bytes(script.of_pack("pixart")) == 2 * (40 * 4096 + 30 * 1024)
     assert sample_bytes(script.of_pack("llada_image")) == 2 * (256 * 2560 + 55 * 1024)
+    assert sample_bytes(script.of_pack("qwen_image")) == 2 * (37 * 4096 + 211 * 1024 + 160 * 4096)
+
+
+def test_the_shards_of_qwen_image_are_no_larger_than_published_ones():
+    settings = script.of_pack("qwen_image")
+    assert sample_bytes(settings) * (settings.samples("train") + settings.samples("val")) < 170e9
