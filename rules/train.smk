@@ -12,6 +12,7 @@ rule train:
         index=f"{RUN}/shards.json",
         blocks=BLOCKS["train"] + BLOCKS["val"],
         seed_table=[f"{RUN}/shards/seed_table.safetensors"] if settings.adapter.vocabulary else [],
+        vision_proj=[f"{RUN}/shards/vision_proj.safetensors"] if settings.adapter.vision_dim else [],
     output:
         f"{RUN}/trained.safetensors",
     log:

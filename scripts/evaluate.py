@@ -12,10 +12,10 @@ with job(snakemake.log[0]):
     torch.set_num_threads(snakemake.threads)
     files = snakemake.input
     settings = config.load(snakemake.params.settings)
-    texts = {sample.id: sample.text for sample in corpus_files.read(Path(files.corpus))}
+    samples = {sample.id: sample for sample in corpus_files.read(Path(files.corpus))}
     shards = listed(Path(settings.folder), read_json(files.index), "val")
     mean = checkpoints.load(Path(files.trained))[0]["scale.target_mean"]
-    result = evaluation.evaluate(settings, Path(files.gguf), mean, Path(files.trained), shards, texts)
+    result = evaluation.evaluate(settings, Path(files.gguf), mean, Path(files.trained), shards, samples)
     write_json(snakemake.output[0], result)
     metrics = result["metrics"]
     log.info(

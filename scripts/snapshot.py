@@ -10,7 +10,7 @@ from trainer.report import write_report
 with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
     run = Path(settings.folder)
-    texts = {sample.id: sample.text for sample in corpus_files.read(run / "corpus" / "val.jsonl")}
-    snapshots.take(settings, read_json(run / "materials.json")["materials"], texts)
+    samples = {sample.id: sample for sample in corpus_files.read(run / "corpus" / "val.jsonl")}
+    snapshots.take(settings, read_json(run / "materials.json")["materials"], samples)
     if (run / "report.html").exists():
         write_report(run, settings, run / "report.html")

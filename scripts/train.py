@@ -13,7 +13,7 @@ with job(snakemake.log[0]):
     run = Path(settings.folder)
     requests = Requests(run)  # before the lock: whoever sees the lock can ask
     with only_one(run, "train"):
-        inputs = training.Inputs.read(run, seeded=bool(settings.adapter.vocabulary))
+        inputs = training.Inputs.read(settings)
 
         def plan(steps: int) -> int:
             """The planned steps as the user's files say now."""

@@ -140,8 +140,8 @@ def _metrics(path: Path, steps: int) -> None:
 
 
 def _evaluation(settings: Settings, steps: int, synthetic: bool) -> dict:
-    worst = [{"id": "0" * 16, "text": "", "cos": 0.611}, {"id": "1" * 16, "text": HOSTILE, "cos": 0.702}]
-    worst += [{"id": f"{n:016x}", "text": text, "cos": 0.8 + n / 50} for n, text in enumerate(PROMPTS * 3)]
+    shown = [(0.611, ""), (0.702, HOSTILE), *((0.8 + n / 50, text) for n, text in enumerate(PROMPTS * 3))]
+    worst = [{"id": f"{n:016x}", "cos": cos, "text": text, "images": []} for n, (cos, text) in enumerate(shown)]
     metrics = {"cos": 0.969731, "cos_rms": 0.9641, "cos_eos": 0.9802, "worst_row_cos": 0.2113}
     metrics |= {"rel_mse": 0.0611, "roundtrip_cos": 0.9999987, "baseline_cos": 0.4021, "cos_centered": 0.9512}
     return {

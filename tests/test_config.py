@@ -1,8 +1,10 @@
 """Settings: mistakes are one sentence with a way out; what does not matter invalidates nothing."""
 
 import pytest
+import yaml
 from trainer import config, packs
 from trainer.errors import TrainerError
+from workflow import CHECKOUT
 
 
 @pytest.mark.parametrize(
@@ -13,13 +15,14 @@ from trainer.errors import TrainerError
         ({"train": {"lr": "fast"}}, "`train.lr` is 'fast'"),
         ({"train": {"lr": "nan"}}, "`train.lr`"),
         ({"train": {"steps": 0}}, "`train.steps` is 0"),
-        ({"pack": "pixar"}, "the packs are demo, pixart, llada_image"),
+        ({"pack": "pixar"}, "the packs are demo, pixart, llada_image, mageflow, qwen_image"),
         ({"adapter": {"width": 100}}, "multiple of 64"),
         ({"corpus": {"presets": ["unknown"]}}, "gustavosta"),
         ({"corpus": {"presets": []}}, "no prompts"),
         ({"corpus": {"train_file": "a.txt"}}, "go together"),
         ({"run": "../elsewhere"}, "`run`"),
-        ({"pack": "llada_image", "adapter": {"vocabulary": 50}}, "the slots of pack llada_image have no seed table"),
+        ({"pack": "llada_image", "adapter": {"vocabulary": 50}}, "adapters of pack llada_image have none: remove it"),
+        ({"pack": "mageflow", "adapter": {"queries": 9}}, "adapter.queries is set, and adapters of pack mageflow have"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(given, words):
@@ -41,7 +44,8 @@ def test_values_that_arrive_as_strings_are_understood():
 
 @pytest.mark.parametrize("pack", packs.names())
 def test_resolved_settings_load_to_themselves(pack):
-    settings = config.load({"pack": pack, "precompute": {"teacher": "synthetic"}})
+    shipped = yaml.safe_load((CHECKOUT / "packs" / pack / "pack.yaml").read_text())
+    settings = config.load(shipped | {"precompute": {"teacher": "synthetic"}})
     assert config.load(settings.model_dump()) == settings
 
 

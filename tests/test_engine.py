@@ -8,10 +8,14 @@ import os
 import shutil
 import struct
 import subprocess
+import tempfile
+import time
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import numpy as np
 import pytest
 import tiny_models
@@ -19,17 +23,25 @@ import tiny_runs
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from test_qwen3_vl import run
+from tokenizers import Tokenizer
 from torch.nn.functional import silu
-from trainer import checkpoints, config, evaluation, export, students
-from trainer.adapters.resampler import Resampler
+from trainer import adapters, checkpoints, config, evaluation, export, students, teachers
+from trainer.batches import Batch
+from trainer.chat_templates import Chat
+from trainer.config import Settings
 from trainer.materials import Record
 from trainer.packs.base import Pack, Template
 from trainer.packs.llada_image import PACK as LLADA
+from trainer.packs.mageflow import PACK as MAGEFLOW
 from trainer.packs.pixart import PACK as PIXART
+from trainer.packs.qwen_image import PACK as QWEN_IMAGE
 from trainer.prompt_cleaning import for_engine
+from trainer.reference_images import PATCH, SLOT, patches, qwen_image_pixels
 from trainer.standardization import Standardization
 from trainer.teachers import t5
 from trainer.tokenization import QWEN_PAD, student_tokenizer
+from trainer.weights import Weights
 
 GGK = shutil.which(os.environ.get("GGK") or "ggk")
 pytestmark = [
@@ -37,7 +49,7 @@ pytestmark = [
     pytest.mark.skipif(not GGK, reason="no ggk engine: pip install ggk, or name its executable in GGK"),
     pytest.mark.skipif(not tiny_models.shared("tokenizers"), reason="no shared/tokenizers beside the checkout"),
 ]
-STUDENT, WIDTH = 64, 64
+STUDENT, WIDTH, VISION = 64, 64, 64
 
 ORDINARY = "A red fox sits in deep snow under a pine tree, watercolor"
 LONG = "An old lighthouse on a cliff at dawn, with waves breaking below and gulls in a pale sky; 35mm film. " * 8
@@ -62,11 +74,18 @@ PROMPTS = [
 
 
 class Conditioning(NamedTuple):
-    """ids: the seeds [Q] of PixArt's slots, LLaDA-Image's student ids [L]; states [L, STUDENT], rows [Q, D] f32."""
+    """ids: the seeds [Q] of PixArt's slots, else the student's ids [L]; states [L, STUDENT], rows [Q or L, D] f32.
+
+    vision: rows of the tower [V, VISION]. projected: the student's embeddings of them. places: (first token, tokens) of
+    each picture.
+    """
 
     ids: list[int]
     states: np.ndarray
     rows: np.ndarray
+    vision: np.ndarray = np.empty((0, VISION))
+    projected: np.ndarray = np.empty((0, STUDENT))
+    places: tuple[tuple[int, int], ...] = ()
 
 
 def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
@@ -121,6 +140,118 @@ def llada_shapes(width: int = 128, semantic: int = 64) -> dict[str, tuple[int, .
         | linear("final_layer.linear", 128, width)
         | linear("final_layer.adaLN_modulation.1", width, time)
     )
+
+
+def mageflow_shapes(width: int = 3072, blocks: int = 12) -> dict[str, tuple[int, ...]]:
+    """A MageFlow transformer, whose sizes are the engine's."""
+    shapes = (
+        linear("img_in", width, 128) | linear("txt_in", width, MAGEFLOW.teacher_dim) | linear("proj_out", 128, width)
+    )
+    shapes |= {"txt_norm.weight": (MAGEFLOW.teacher_dim,)} | linear("norm_out.linear", 2 * width, width)
+    shapes |= linear("time_text_embed.timestep_embedder.linear_1", width, 256)
+    shapes |= linear("time_text_embed.timestep_embedder.linear_2", width, width)
+    for block in (f"transformer_blocks.{number}" for number in range(blocks)):
+        for part in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out"):
+            shapes |= linear(f"{block}.attn.{part}", width, width)
+        shapes |= {
+            f"{block}.attn.{norm}.weight": (128,) for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+        }
+        for stream in ("img", "txt"):
+            shapes |= linear(f"{block}.{stream}_mod.1", 6 * width, width)
+            shapes |= linear(f"{block}.{stream}_mlp.net.0.proj", 4 * width, width)
+            shapes |= linear(f"{block}.{stream}_mlp.net.2", width, 4 * width)
+    return shapes
+
+
+def qwen_image_shapes(width: int = 128) -> dict[str, tuple[int, ...]]:
+    """A Qwen-Image 2.1 transformer of one block."""
+    block, dim = "transformer_blocks.0", QWEN_IMAGE.teacher_dim
+    shapes = {
+        "img_in": (width, 64),
+        "txt_in.in_layer": (width, dim),
+        "txt_in.out_layer": (width, width),
+        "time_text_embed.timestep_embedder.linear_1": (width, 256),
+        "time_text_embed.timestep_embedder.linear_2": (width, width),
+        "modulation.1": (4 * width, width),
+        "norm_out.linear": (width, width),
+        "proj_out": (64, width),
+        "txt_in.text_norm": (dim,),
+        f"{block}.attn.norm_q": (width,),
+        f"{block}.attn.norm_k": (width,),
+        f"{block}.img_mlp.out": (width, 2 * width),
+    }
+    shapes |= {f"{block}.attn.{part}": (width, width) for part in ("to_q", "to_k", "to_v", "to_out.0")}
+    shapes |= {f"{block}.img_mlp.{part}": (2 * width, width) for part in ("proj", "gate_layer")}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def qwen_autoencoder_shapes() -> dict[str, tuple[int, ...]]:
+    """Qwen-Image 2.1's autoencoder, whose sizes are the engine's: none that is smaller takes four channels."""
+
+    def convolution(name: str, out: int, into: int, size: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (out, into, size, size), f"{name}.bias": (out,)}
+
+    def residual(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
+        made = {f"{name}.residual.0.gamma": (into,), f"{name}.residual.3.gamma": (out,)}
+        made |= convolution(f"{name}.residual.2", out, into, 3) | convolution(f"{name}.residual.6", out, out, 3)
+        return made if out == into else made | convolution(f"{name}.shortcut", out, into, 1)
+
+    shapes = convolution("conv1", 128, 128, 1) | convolution("conv2", 64, 64, 1)
+    for side, part, sizes, ends, blocks, films, wide in (
+        ("encoder", "downsamples", (96, 96, 192, 384, 768, 768), (4, 128), 2, (1, 2, 3), 1),
+        ("decoder", "upsamples", (1152, 1152, 1152, 576, 288, 144), (64, 4), 3, (0, 1, 2), 2),
+    ):
+        middle = sizes[-1] if side == "encoder" else sizes[0]
+        shapes |= convolution(f"{side}.conv1", sizes[0], ends[0], 3)
+        shapes |= convolution(f"{side}.head.2", ends[1], sizes[-1], 3) | {f"{side}.head.0.gamma": (sizes[-1],)}
+        shapes |= residual(f"{side}.middle.0", middle, middle) | residual(f"{side}.middle.2", middle, middle)
+        shapes |= {f"{side}.middle.1.norm.gamma": (middle,)}
+        shapes |= convolution(f"{side}.middle.1.to_qkv", 3 * middle, middle, 1)
+        shapes |= convolution(f"{side}.middle.1.proj", middle, middle, 1)
+        for stage, (into, out) in enumerate(pairwise(sizes)):
+            name = f"{side}.{part}.{stage}.{part}"
+            for number in range(blocks):
+                shapes |= residual(f"{name}.{number}", out, out if number else into)
+            if stage < 4:
+                shapes |= convolution(f"{name}.{blocks}.resample.1", out, out, 3)
+            if stage in films:
+                shapes |= convolution(f"{name}.{blocks}.time_conv", wide * out, out, 1)
+    return shapes
+
+
+def write_mmproj(path: Path, weights: Weights) -> None:
+    """The tower of a snapshot as llama.cpp lays it out: convolutions of the two frames apart, vectors in f32."""
+    names = {
+        "merger.linear_fc1.": "mm.0.",
+        "merger.linear_fc2.": "mm.2.",
+        "merger.norm.": "v.post_ln.",
+        "pos_embed.": "v.position_embd.",
+        "patch_embed.proj.": "v.patch_embd.",
+        "blocks.": "v.blk.",
+        ".attn.qkv.": ".attn_qkv.",
+        ".attn.proj.": ".attn_out.",
+        ".mlp.linear_fc1.": ".ffn_up.",
+        ".mlp.linear_fc2.": ".ffn_down.",
+        ".norm1.": ".ln1.",
+        ".norm2.": ".ln2.",
+    }
+    writer = gguf.GGUFWriter(path, "clip")
+    for stored in weights.shapes:
+        name = stored.removeprefix("model.visual.")
+        if name == stored or name.startswith("deepstack"):
+            continue
+        for theirs, llama in names.items():
+            name = name.replace(theirs, llama)
+        tensor = weights.tensor(stored).float()
+        if tensor.ndim == 5:
+            for frame, suffix in enumerate(("", ".1")):
+                writer.add_tensor(name + suffix, tensor[:, :, frame].contiguous().numpy())
+        else:
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def sigvq_shapes(width: int = 64, semantic: int = 64, codes: int = 20) -> dict[str, tuple[int, ...]]:
@@ -181,11 +312,18 @@ def write_zeros(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         file.truncate(file.tell() + offset)
 
 
+def tiny_settings(folder: Path, pack: Pack) -> Settings:
+    """A small adapter for a tiny student, at the engine's own size of a row."""
+    shape = {"width": WIDTH, "depth": 2, "student_dim": STUDENT} | ({"vision_dim": VISION} if pack.vision_dim else {})
+    return Settings(pack=pack.name, run="tiny", runs_dir=str(folder), adapter=shape)
+
+
 def write_adapter(folder: Path, pack: Pack) -> None:
     """Export a best checkpoint in which nothing is at its initial value and no standardization is trivial."""
     generator = torch.Generator().manual_seed(1)
-    adapter = Resampler(STUDENT, pack.teacher_dim, WIDTH, 2, pack.queries, pack.vocabulary).requires_grad_(False)
-    for name, weight in adapter.named_parameters():
+    settings = tiny_settings(folder, pack)
+    adapter = adapters.fresh(settings.adapter).requires_grad_(False)
+    for name, weight in adapter.state_dict().items():
         noise = torch.randn(weight.shape, generator=generator)
         if name in ("query", "t5_embed.weight"):
             weight.copy_(noise)
@@ -193,11 +331,9 @@ def write_adapter(folder: Path, pack: Pack) -> None:
             weight.copy_(noise / weight.shape[1] ** 0.5)
         else:
             weight.copy_(0.2 * noise + (name.endswith("weight")))
-    dims = (STUDENT, STUDENT, pack.teacher_dim, pack.teacher_dim)
+    dims = (STUDENT, STUDENT, pack.teacher_dim, pack.teacher_dim, *([VISION] if pack.vision_dim else []))
     random = (torch.rand(dim, generator=generator) for dim in dims)
-    scale = Standardization(*(part + 0.5 * (number % 2) for number, part in enumerate(random)))
-    shape = {"width": WIDTH, "depth": 2, "student_dim": STUDENT}
-    settings = config.load({"pack": pack.name, "run": "tiny", "runs_dir": str(folder), "adapter": shape})
+    scale = Standardization(*(part + 0.5 * (number not in (0, 2)) for number, part in enumerate(random)))
     best = folder / "best.safetensors"
     meta = {"step": 1, "steps": 1, "best_cos": 0.5, "made_from": {}}
     checkpoints.save(best, checkpoints.pack(adapter, scale), meta)
@@ -212,10 +348,18 @@ def folder(tmp_path_factory) -> Path:
     tiny_models.student_gguf(folder / "student.gguf", model)
     tiny_models.qwen2_tokenizer(folder / "tokenizer", merges=None)
     tiny_models.t5_snapshot(folder / "teacher", vocabulary=PIXART.vocabulary)
-    for pack, shapes, channels in ((PIXART, pixart_shapes(), 4), (LLADA, llada_shapes(), 32)):
+    # The engine's towers have 16 heads. It multiplies patches in f16, which holds weights of bf16 as they are.
+    qwen = tiny_models.qwen3_vl_snapshot(folder / "qwen", hidden=VISION, tower=(128, 16), dtype=torch.bfloat16)
+    write_mmproj(folder / "mmproj.gguf", Weights(qwen))
+    for pack, shapes, decoder in (
+        (PIXART, pixart_shapes(), tiny_autoencoder_shapes(4)),
+        (LLADA, llada_shapes(), tiny_autoencoder_shapes(32)),
+        (MAGEFLOW, mageflow_shapes(), tiny_autoencoder_shapes(16)),
+        (QWEN_IMAGE, qwen_image_shapes(), qwen_autoencoder_shapes()),
+    ):
         write_adapter(folder, pack)
         write_zeros(folder / f"{pack.name}.safetensors", shapes)
-        write_zeros(folder / f"{pack.name}-vae.safetensors", tiny_autoencoder_shapes(channels))
+        write_zeros(folder / f"{pack.name}-vae.safetensors", decoder)
     return folder
 
 
@@ -242,8 +386,8 @@ def ours(folder, student):
         ids, states = student(prompt, PIXART.template)
         (slots,) = teacher.tokenize([prompt], PIXART.queries)
         slots += [0] * (PIXART.queries - len(slots))
-        rows = adapter.head(adapter(states, None, torch.tensor([slots])))
-        return ids, Conditioning(slots, states[0].numpy(), rows[0].numpy())
+        rows = adapter(alone(states[0], slots=torch.tensor([slots])))
+        return ids, Conditioning(slots, states[0].numpy(), rows.numpy())
 
     return encode
 
@@ -255,7 +399,45 @@ def ours_of_llada(folder, student):
 
     def encode(prompt: str) -> Conditioning:
         ids, states = student(prompt, LLADA.template)
-        return Conditioning(ids, states[0].numpy(), adapter.head(adapter(states, None, None))[0].numpy())
+        return Conditioning(ids, states[0].numpy(), adapter(alone(states[0])).numpy())
+
+    return encode
+
+
+def alone(states: torch.Tensor, **more: torch.Tensor) -> Batch:
+    """One sample, of which all rows are wanted."""
+    seen = len(more.get("vision", ()))
+    return Batch((len(states),), (0,), (seen,), states, states[:0], **more)
+
+
+@pytest.fixture(scope="module")
+def ours_of_chat(folder, student):
+    """Our conditioning of a prompt and pictures for a pack that takes some, at an area of reference pictures."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    model = students.load(folder / "student.gguf", "qwen3", torch.float32, "cpu").model
+
+    def encode(text: str, images: list[np.ndarray], area: int, pack: Pack) -> Conditioning:
+        teacher = teachers.load(pack.teacher, folder / "qwen", torch.float32)
+        contract, adapter = teacher.contract, evaluation.load_adapter(folder / f"{pack.name}.gguf", torch.device("cpu"))
+        sizes = [contract.size(*image.shape[:2], area) for image in images]
+        chat = Chat(contract.template, tokenizer, folder / "tokenizer")
+        (prompt,) = chat.prompts([text], [[(high // SLOT, wide // SLOT) for high, wide in sizes]])
+        pixels = [contract.pixels(image, size) for image, size in zip(images, sizes, strict=True)]
+        states = [
+            # As the engine does: see `folder`.
+            {"patches": torch.from_numpy(patches(made)).half().float()[None], "grid": torch.tensor([size]) // PATCH}
+            for made, size in zip(pixels, sizes, strict=True)
+        ]
+        with tempfile.TemporaryDirectory() as place:
+            seen = run(teacher, teacher.vision_parts, states, Path(place))
+        vision = torch.cat([torch.empty(0, VISION), *(state["vision"][0] for state in seen)])
+        at = torch.from_numpy(prompt.under_pictures)
+        embeddings = model.embed_tokens(torch.tensor(prompt.ids))
+        embeddings[at] = projected = vision @ adapter.vision_proj.weight.T
+        hidden = model(inputs_embeds=embeddings[None]).last_hidden_state[0]
+        rows = adapter(alone(hidden, vision=vision, vision_at=at))
+        places = tuple((slots.start, slots.end - slots.start) for slots in prompt.pictures)
+        return Conditioning(prompt.ids, hidden.numpy(), rows.numpy(), vision.numpy(), projected.numpy(), places)
 
     return encode
 
@@ -264,32 +446,63 @@ def ours_of_llada(folder, student):
 def engine(folder, tmp_path):
     """The engine's conditioning of a prompt with the adapter of a pack."""
 
-    def encode(prompt: str, pack: Pack, *more: str) -> Conditioning:
+    def encode(prompt: str, pack: Pack, *more: str, side: int = 64) -> Conditioning:
         files = {
             "--diffusion-model": f"{pack.name}.safetensors",
-            "--tae": f"{pack.name}-vae.safetensors",
+            "--vae" if pack is QWEN_IMAGE else "--tae": f"{pack.name}-vae.safetensors",
             "--llm": "student.gguf",
             "--llm-adapter": f"{pack.name}.gguf",
         }
         paths = [word for flag, name in files.items() for word in (flag, str(folder / name))]
         # Without a guidance scale of 1 the dump would be the negative prompt's.
-        sizes = ["--cfg-scale", "1", "--steps", "1", "-W", "64", "-H", "64", "-t", "1"]
-        done = subprocess.run(
-            [GGK, "diffuser", "engine", "--", *paths, *sizes, "-o", str(tmp_path / "image.png"), "-p", prompt, *more],
-            env=os.environ | {"SD_DUMP_COND": str(tmp_path), "SD_LLADA_DUMP": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=60,
-        )
-        assert (tmp_path / "adapter_out.bin").exists(), done.stdout.decode(errors="replace")[-3000:]
+        sizes = ["--cfg-scale", "1", "--steps", "1", "-W", str(side), "-H", str(side), "-t", "1"]
         ids = tmp_path / ("t5_ids.txt" if pack is PIXART else "tokens.txt")
-        return Conditioning(
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    GGK,
+                    "diffuser",
+                    "engine",
+                    "--",
+                    *paths,
+                    *sizes,
+                    "-o",
+                    str(tmp_path / "image.png"),
+                    "-p",
+                    prompt,
+                    *more,
+                ],
+                env=os.environ | {"SD_DUMP_COND": str(tmp_path), "SD_LLADA_DUMP": str(tmp_path)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            if pack.vision_dim and ids.exists() and ids.stat().st_size:  # the last that it dumps
+                break  # its transformer is eight gigabytes of zeros
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        assert ids.exists(), (tmp_path / "log").read_text(errors="replace")[-3000:]
+        made = Conditioning(
             [int(line) for line in ids.read_text().split()],
-            np.fromfile(tmp_path / "qwen_hidden.bin", "<f4").reshape(-1, STUDENT),
-            np.fromfile(tmp_path / "adapter_out.bin", "<f4").reshape(-1, pack.teacher_dim),
+            dumped(tmp_path / "qwen_hidden.bin", STUDENT),
+            dumped(tmp_path / "adapter_out.bin", pack.teacher_dim),
+        )
+        if not (tmp_path / "vis_pos.txt").exists():
+            return made
+        lines = (tmp_path / "vis_pos.txt").read_text().splitlines()
+        return made._replace(
+            vision=dumped(tmp_path / "vis_embeds.bin", VISION),
+            projected=dumped(tmp_path / "vis_proj.bin", STUDENT),
+            places=tuple(tuple(map(int, line.split())) for line in lines),
         )
 
     return encode
+
+
+def dumped(file: Path, size: int) -> np.ndarray:
+    return np.fromfile(file, "<f4").reshape(-1, size)
 
 
 def deviation(found: np.ndarray, expected: np.ndarray) -> float:
@@ -339,6 +552,52 @@ def test_the_engine_reads_the_companion_and_takes_a_reference_image_through_it(f
     assert len(found) == 4
     assert len(set(nearest.tolist())) > 1
     assert deviation(found.numpy(), rows[nearest].numpy()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("raw", "pack"),
+    [*((raw, QWEN_IMAGE) for raw in PROMPTS), *((raw, MAGEFLOW) for raw in PROMPTS[:4])],
+    ids=lambda it: it.name if isinstance(it, Pack) else None,
+)
+def test_the_engine_words_and_conditions_text_as_we_do(ours_of_chat, engine, pack, raw):
+    prompt = for_engine(raw)
+    assert_same(engine(prompt, pack), ours_of_chat(prompt, [], 64 * 64, pack))
+
+
+# Height and width: portrait and landscape, less than a slot over and under, larger than MageFlow's tower takes, sides
+# that are half a slot, two pictures.
+PICTURES = [[(200, 300)], [(97, 31)], [(427, 640)], [(400, 384)], [(48, 80)], [(500, 333), (64, 150)]]
+
+
+@pytest.mark.parametrize("pack", [MAGEFLOW, QWEN_IMAGE], ids=lambda pack: pack.name)
+@pytest.mark.parametrize("sizes", PICTURES, ids=str)
+def test_the_engine_sees_and_conditions_on_pictures_as_we_do(folder, ours_of_chat, engine, tmp_path, pack, sizes):
+    random = np.random.default_rng(len(sizes))
+    images = [random.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    options = ["--llm_vision", str(folder / "mmproj.gguf")]
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / f"{number}.png")
+        options += ["-r", str(tmp_path / f"{number}.png")]
+    # The area of the picture that the engine makes is that of Qwen-Image's references.
+    found = engine(ORDINARY, pack, *options, side=96)
+    expected = ours_of_chat(ORDINARY, images, 96 * 96, pack)
+    assert found.places == expected.places
+    assert len(found.places) == len(sizes)
+    assert deviation(found.vision, expected.vision) < 1e-4
+    assert deviation(found.projected, expected.projected) < 1e-4
+    assert_same(found, expected)
+    assert found.rows.shape == (len(found.ids), pack.teacher_dim)
+    if pack is QWEN_IMAGE:
+        size = tuple(map(int, (tmp_path / "ref0_shape.txt").read_text().split()))[::-1]
+        pixels = np.fromfile(tmp_path / "ref0_rgb.bin", "<f4").reshape(3, *size).transpose(1, 2, 0)
+        assert np.abs(pixels - qwen_image_pixels(images[0], size)).max() < 1e-6
+
+
+def test_another_picture_would_be_seen(ours_of_chat):
+    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    one, two = (ours_of_chat(ORDINARY, [image], 64 * 64, MAGEFLOW) for image in images)
+    assert deviation(two.vision, one.vision) > 1e-2
+    assert deviation(two.rows, one.rows) > 1e-2
 
 
 def affine(x: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

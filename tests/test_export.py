@@ -1,5 +1,7 @@
 """The exported file: the engine's layout, the checkpoint's answers, nothing lost."""
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -7,10 +9,9 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_training import go
-from trainer import checkpoints, config, corpus_files, evaluation, export, packs, scoring, snapshots
-from trainer.adapters.resampler import Resampler
+from trainer import adapters, checkpoints, config, corpus_files, evaluation, export, packs, scoring, snapshots
 from trainer.batches import collate
 from trainer.errors import TrainerError
 from trainer.files import read_json
@@ -28,73 +29,131 @@ def train_and_export(folder, pack):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train_and_export(tmp_path_factory.mktemp("trained"), "pixart")
+def every(tmp_path_factory):
+    """Trained and exported runs of packs, each made when it is first wanted."""
+    return functools.cache(lambda pack: train_and_export(tmp_path_factory.mktemp(pack), pack))
 
 
-@pytest.fixture(scope="module")
-def seedless(tmp_path_factory):
-    return train_and_export(tmp_path_factory.mktemp("seedless"), "llada_image")
+@pytest.fixture
+def trained(every):
+    return every("pixart")
 
 
-@pytest.fixture(params=["trained", "seedless"])
-def either(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture(params=tiny_runs.PACKS)
+def either(every, request):
+    return every(request.param)
 
 
-def expected_layout(width, depth, student, teacher, queries, vocabulary):
-    """contracts: names, torch shapes and types of a resampler, seeded if it has a vocabulary."""
+def expected_layout(width, depth, student, teacher, queries=None, vocabulary=None, vision=None):
+    """contracts: names, torch shapes and types of an adapter: a resampler if it has queries, else token aligned."""
     f16, f32 = np.float16, np.float32
-    layout = {"t5_embed.weight": ((vocabulary, width), f16)} if vocabulary else {}
-    layout |= {
-        "query": ((queries, width), f32),
-        "in_proj.weight": ((width, student), f16),
-        "in_proj.bias": ((width,), f32),
-        "ln_out.weight": ((width,), f32),
-        "ln_out.bias": ((width,), f32),
-        "out_proj.weight": ((teacher, width), f16),
-        "out_proj.bias": ((teacher,), f32),
-    }
+
+    def linear(name, rows, columns):
+        return {f"{name}.weight": ((rows, columns), f16), f"{name}.bias": ((rows,), f32)}
+
+    layout = linear("in_proj", width, student) | linear("out_proj", teacher, width)
+    layout |= {f"ln_out.{part}": ((width,), f32) for part in ("weight", "bias")}
+    layout |= {"query": ((queries, width), f32)} if queries else linear("skip", teacher, student)
+    layout |= {"t5_embed.weight": ((vocabulary, width), f16)} if vocabulary else {}
+    if vision:
+        layout |= {"vision_proj.weight": ((student, vision), f32), "vis_in.weight": ((width, vision), f16)}
     for n in range(depth):
-        for norm in ("ln_self", "ln_q", "ln_kv", "ln_mlp"):
-            layout |= {f"blocks.{n}.{norm}.{kind}": ((width,), f32) for kind in ("weight", "bias")}
-        for attention in ("self_attn", "cross_attn"):
+        for norm in ("ln_self", "ln_q", "ln_kv", "ln_mlp") if queries else ("ln_self", "ln_mlp"):
+            layout |= {f"blocks.{n}.{norm}.{part}": ((width,), f32) for part in ("weight", "bias")}
+        for attention in ("self_attn", "cross_attn") if queries else ("self_attn",):
             for part in "qkvo":
-                layout[f"blocks.{n}.{attention}.{part}.weight"] = ((width, width), f16)
-                layout[f"blocks.{n}.{attention}.{part}.bias"] = ((width,), f32)
-        layout[f"blocks.{n}.mlp.0.weight"] = ((4 * width, width), f16)
-        layout[f"blocks.{n}.mlp.0.bias"] = ((4 * width,), f32)
-        layout[f"blocks.{n}.mlp.2.weight"] = ((width, 4 * width), f16)
-        layout[f"blocks.{n}.mlp.2.bias"] = ((width,), f32)
+                layout |= linear(f"blocks.{n}.{attention}.{part}", width, width)
+        layout |= linear(f"blocks.{n}.mlp.0", 4 * width, width) | linear(f"blocks.{n}.mlp.2", width, 4 * width)
     return {f"adapter.{name}": value for name, value in layout.items()}
+
+
+KINDS = {
+    "pixart": "seeded_resampler",
+    "llada_image": "resampler",
+    "mageflow": "token_aligned_vision",
+    "qwen_image": "token_aligned_vision",
+}
 
 
 def test_names_shapes_and_types_are_the_engines(either):
     settings, _, out = either
     found = {name: (array.shape, array.dtype.type) for name, array in export.read_arrays(out).items()}
-    vocabulary = settings.adapter.vocabulary
-    assert found == expected_layout(64, 1, tiny_runs.STUDENT, tiny_runs.TEACHER, tiny_runs.QUERIES, vocabulary)
+    shape = settings.adapter
+    sizes = shape.queries, shape.vocabulary, shape.vision_dim
+    assert found == expected_layout(64, 1, tiny_runs.STUDENT, tiny_runs.TEACHER, *sizes)
     keys = export.read_keys(out)
-    assert keys["adapter.kind"] == ("seeded_resampler" if vocabulary else "resampler")
-    assert keys.get("adapter.t5_vocab") == vocabulary
+    assert keys["adapter.kind"] == KINDS[settings.pack]
+    found = tuple(keys.get(f"adapter.{name}") for name in ("num_queries", "t5_vocab", "vis_dim"))
+    assert found == sizes
 
 
 def test_a_full_size_file_has_as_many_tensors_as_published_ones():
     assert len(expected_layout(1024, 6, 1024, 4096, 120, 32128)) == 176  # PixArt
-    assert len(expected_layout(1024, 6, 1024, 2560, 256, None)) == 175  # LLaDA-Image
+    assert len(expected_layout(1024, 6, 1024, 2560, 256)) == 175  # LLaDA-Image
+    for dim in (2560, 4096):  # MageFlow, Qwen-Image: 28 in f16, 46 in f32
+        types = [kind for _, kind in expected_layout(1024, 4, 1024, dim, vision=dim).values()]
+        assert (types.count(np.float16), types.count(np.float32)) == (28, 46)
 
 
-@pytest.mark.parametrize("vocabulary", [50, None])
-def test_an_adapter_is_known_from_the_names_and_shapes_of_its_tensors(vocabulary):
-    adapter = Resampler(32, 48, 128, 2, 12, vocabulary)
-    found = Resampler.of({name: tensor.half() for name, tensor in adapter.state_dict().items()})
-    assert {n: t.shape for n, t in found.state_dict().items()} == {n: t.shape for n, t in adapter.state_dict().items()}
-    assert (found.t5_embed is None) == (vocabulary is None)
+def test_the_vision_packs_say_what_they_were_made_from(every):
+    mageflow, qwen = (export.read_keys(every(pack)[2]) for pack in ("mageflow", "qwen_image"))
+    assert mageflow["adapter.teacher_tap"] == "final_norm"
+    assert qwen["adapter.teacher_tap"] == "pre_norm_last_layer"
+    assert qwen["adapter.teacher_deepstack"] is True
+    assert qwen["adapter.vision_contract"] == "qwen_image_2_1"
+    assert qwen["adapter.supervised_rows"] == "consumed_text"
+    assert "adapter.teacher_deepstack" not in mageflow
+
+
+@pytest.mark.parametrize("pack", ["mageflow", "qwen_image"])
+def test_what_maps_pictures_into_the_student_is_handed_on_as_it_came(every, pack):
+    _, inputs, out = every(pack)
+    given = load_file(inputs.given["vision_proj"])["weight"]
+    assert np.array_equal(export.read_arrays(out)["adapter.vision_proj.weight"], given.numpy())
+    state = load_file(inputs.run / "checkpoints" / "state.safetensors")
+    assert torch.equal(state["model.vision_proj.weight"], given)
+    assert "exp_avg.vision_proj.weight" not in state
+    assert "exp_avg.vis_in.weight" in state
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("seeded_resampler", {"queries": 12, "vocabulary": 50}),
+        ("resampler", {"queries": 12}),
+        ("token_aligned_vision", {"vision_dim": 40}),
+        ("token_aligned", {}),
+    ],
+)
+def test_an_adapter_is_known_from_the_names_and_shapes_of_its_tensors(kind, shape):
+    adapter = adapters.fresh(config.Adapter(student_dim=32, teacher_dim=48, width=128, depth=2, **shape))
+    tensors = adapter.state_dict()
+    assert adapters.kind(tensors) == kind
+    found = adapters.of({name: tensor.half() for name, tensor in tensors.items()})
+    assert {n: t.shape for n, t in found.state_dict().items()} == {n: t.shape for n, t in tensors.items()}
     with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp\.0\.bias"):
-        Resampler.of({n: t for n, t in adapter.state_dict().items() if n != "blocks.1.mlp.0.bias"})
+        adapters.of({n: t for n, t in tensors.items() if n != "blocks.1.mlp.0.bias"})
 
 
-def plain_forward(tensors, student, slots):
+@pytest.mark.parametrize("pack", tiny_runs.PACKS)
+def test_standardization_folds_away_exactly(every, pack):
+    """Folded weights on raw rows give what unfolded ones give on standardized rows, in f64."""
+    settings, inputs, _ = every(pack)
+    weights, scale = checkpoints.unpack(checkpoints.load(inputs.run / "checkpoints" / "best.safetensors")[0])
+    shard = Shard(inputs.val[0])
+    batch = collate([(shard, n) for n in range(7)], settings.adapter.queries)
+    batch = batch._each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    wide = {name: tensor.double() for name, tensor in scale.tensors().items()}
+    vision = None if batch.vision is None else batch.vision / wide["vision_rms"]
+    student = (batch.student - wide["student_mean"]) / wide["student_std"]
+    plain = adapters.of(weights).double()(replace(batch, student=student, vision=vision))
+    folded = adapters.of(weights).double()
+    folded.load_state_dict(scale.fold(weights, torch.float64))
+    difference = (folded(batch) - (plain * wide["target_std"] + wide["target_mean"])).abs().max()
+    assert difference < 1e-9 * wide["target_mean"].abs().max()
+
+
+def plain_forward(tensors, row):
     """The published equations, one sample, from tensor names alone, in f64 without our modules."""
     t = {name.removeprefix("adapter."): torch.from_numpy(a.astype(np.float64)) for name, a in tensors.items()}
 
@@ -113,32 +172,40 @@ def plain_forward(tensors, student, slots):
             parts.append((q[:, a:b] @ k[:, a:b].T / 8).softmax(-1) @ v[:, a:b])
         return linear(torch.cat(parts, -1), f"{name}.o")
 
-    kv = linear(student.double(), "in_proj")
-    q = t["query"]
-    if slots:
-        q = q + t["t5_embed.weight"][torch.tensor(slots + [0] * (len(q) - len(slots)))]
+    student = row.student.double()
+    kv = linear(student, "in_proj")
+    if "query" in t:
+        x = t["query"]
+        if row.slots:
+            x = x + t["t5_embed.weight"][torch.tensor(row.slots + [0] * (len(x) - len(row.slots)))]
+    else:
+        dense = torch.zeros(len(kv), row.vision.shape[1], dtype=torch.float64)
+        dense[row.vision_at] = row.vision.double()
+        x = kv + dense @ t["vis_in.weight"].T
     depth = 1 + max(int(name.split(".")[1]) for name in t if name.startswith("blocks."))
     for n in range(depth):
-        own = norm(q, f"blocks.{n}.ln_self")
-        q = q + attention(own, own, f"blocks.{n}.self_attn")
-        q = q + attention(norm(q, f"blocks.{n}.ln_q"), norm(kv, f"blocks.{n}.ln_kv"), f"blocks.{n}.cross_attn")
-        hidden = linear(norm(q, f"blocks.{n}.ln_mlp"), f"blocks.{n}.mlp.0")
+        own = norm(x, f"blocks.{n}.ln_self")
+        x = x + attention(own, own, f"blocks.{n}.self_attn")
+        if "query" in t:
+            x = x + attention(norm(x, f"blocks.{n}.ln_q"), norm(kv, f"blocks.{n}.ln_kv"), f"blocks.{n}.cross_attn")
+        hidden = linear(norm(x, f"blocks.{n}.ln_mlp"), f"blocks.{n}.mlp.0")
         hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-        q = q + linear(hidden, f"blocks.{n}.mlp.2")
-    return linear(norm(q, "ln_out"), "out_proj")
+        x = x + linear(hidden, f"blocks.{n}.mlp.2")
+    rows = linear(norm(x, "ln_out"), "out_proj")
+    return rows[: len(row.target)] if "query" in t else (rows + linear(student, "skip"))[row.target_at]
 
 
 def test_the_file_answers_as_the_checkpoint_does_to_f16_rounding(either):
-    _settings, inputs, out = either
+    settings, inputs, out = either
     weights, scale = checkpoints.unpack(checkpoints.load(inputs.run / "checkpoints" / "best.safetensors")[0])
-    ours = Resampler.of(weights)
+    ours = adapters.of(weights)
     arrays = export.read_arrays(out)
     shard = Shard(inputs.val[0])
     for number in range(5):
         row = shard.rows(number)
-        batch = collate([(shard, number)], tiny_runs.QUERIES)
+        batch = collate([(shard, number)], settings.adapter.queries)
         mine = scoring.predictor(ours, scale)(batch)
-        from_file = plain_forward(arrays, row.student, row.slots).float()[: len(row.target)]
+        from_file = plain_forward(arrays, row).float()
         mean = scale.target_mean
         assert (mine - from_file).abs().max() < 5e-3 * (mine - mean).abs().max()
 
@@ -154,7 +221,7 @@ def test_evaluation_gives_the_figure_of_training(either):
     assert export.read_keys(out)["adapter.val_cos"] == pytest.approx(metrics[metric], abs=1e-4)
     assert metrics["roundtrip_cos"] > 0.99999
     assert metrics[metric] > metrics["baseline_cos"] + 0.1
-    assert metrics["baseline_cos"] == 0 or metric == "cos"
+    assert metrics["baseline_cos"] == 0 or metric != "cos_centered"
     assert ("cos_eos" in metrics) == (settings.pack == "pixart")
     assert result["worst"][0]["cos"] == min(sample["cos"] for sample in result["worst"]) < metrics[metric]
     assert result["val_rows"] == inputs.index["val"]["rows"]
@@ -283,6 +350,55 @@ def test_a_truncated_file_is_refused_in_words(trained, tmp_path):
     short.write_bytes(out.read_bytes()[:2000])
     with pytest.raises(TrainerError, match="not a whole GGUF"):
         evaluation.load_adapter(short, torch.device("cpu"))
+
+
+def test_a_token_aligned_pack_without_pictures_goes_all_the_way(tmp_path, monkeypatch):
+    plain = replace(packs.get("mageflow"), name="plain", vision_dim=None)
+    monkeypatch.setitem(packs._PACKS, "plain", plain)
+    settings, inputs, out = train_and_export(tmp_path / "a", "plain")
+    assert inputs.given == {}
+    found = {name: (array.shape, array.dtype.type) for name, array in export.read_arrays(out).items()}
+    assert found == expected_layout(64, 1, tiny_runs.STUDENT, tiny_runs.TEACHER)
+    assert export.read_keys(out)["adapter.kind"] == "token_aligned"
+    best = inputs.run / "checkpoints" / "best.safetensors"
+    mean = checkpoints.load(best)[0]["scale.target_mean"]
+    metrics = evaluation.evaluate(settings, out, mean, best, inputs.val, {})["metrics"]
+    assert metrics["cos_slice"] > metrics["baseline_cos"] + 0.1
+    assert metrics["cos_slice"] == metrics["cos_t2i"]
+    assert not {"cos_edit", "cos_vis", "cos_txt"} & metrics.keys()
+    broken = tiny_runs.settings(tmp_path / "b", "plain", steps=60, lr=3e-3)
+    again = tiny_runs.make(broken)
+    with pytest.raises(TrainerError, match="stopped at step 23"):
+        go(broken, again, stop_at=23)
+    go(broken, again)
+    one, other = (load_file(run / "checkpoints" / "best.safetensors") for run in (inputs.run, again.run))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("pack", ["mageflow", "qwen_image"])
+def test_no_row_of_padding_is_computed(every, pack):
+    """Samples of very different lengths: each matrix is multiplied with rows of tokens only."""
+    settings, inputs, _ = every(pack)
+    adapter = adapters.fresh(settings.adapter)
+    shard = Shard(inputs.val[0])
+    batch = collate([(shard, n) for n in range(20)], None).widened()
+    rows = {}
+    for name, module in adapter.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, given, made, name=name: rows.update({name: len(made)}))
+    adapter(batch)
+    wanted = {"vis_in": sum(batch.seen), "out_proj": len(batch.target), "skip": len(batch.target)}
+    assert rows == {name: wanted.get(name, sum(batch.lengths)) for name in rows}
+    assert len(set(batch.lengths)) > 5
+
+
+def test_a_sample_is_read_by_itself(every):
+    """Neither the other samples of its batch nor their order change a sample's rows."""
+    _, inputs, out = every("mageflow")
+    adapter, shard = evaluation.load_adapter(out, torch.device("cpu")), Shard(inputs.val[0])
+    together = adapter(collate([(shard, n) for n in range(8)], None).widened())
+    for number, rows in enumerate(together.split([len(shard.rows(n).target) for n in range(8)])):
+        torch.testing.assert_close(rows, adapter(collate([(shard, number)], None).widened()), atol=1e-4, rtol=1e-4)
 
 
 def test_a_synthetic_teacher_is_told_in_the_file_and_in_its_name(tmp_path):

@@ -20,13 +20,17 @@ def f32(value):
     return np.float32(value)
 
 
+def c_round(value):
+    """To the nearest whole number, the larger one of two."""
+    return int(np.floor(value + 0.5))
+
+
 def slow_mageflow_size(height, width):
-    height, width = (max(32, round(side / 32) * 32) for side in (height, width))
-    longest = max(height, width)
-    if longest > 384:
-        beta = f32(384) / f32(longest)
-        height, width = (max(32, int(np.floor(f32(f32(side) * beta) / f32(32))) * 32) for side in (height, width))
-    return height, width
+    """Of tests/test_engine.py: what the real engine does."""
+    if max(height, width) <= 384:
+        return tuple(max(32, c_round(side / 32) * 32) for side in (height, width))
+    beta = 384 / max(height, width)
+    return tuple(max(32, int(np.floor(side * beta / 32)) * 32) for side in (height, width))
 
 
 def slow_mageflow_pixel(image, y, x, height, width):
@@ -60,7 +64,7 @@ def test_mageflow_shows_the_pixels_of_the_slow_reference(height, width, seed):
 def test_qwen_image_shows_the_pixels_of_the_slow_reference(height, width, area):
     image = picture(height, width)
     wide = ((area * width) // height) ** 0.5
-    expected = [max(32, round(side / 32) * 32) for side in (wide * height / width, wide)]
+    expected = [max(32, c_round(side / 32) * 32) for side in (wide * height / width, wide)]
     size = pictures.qwen_image_size(height, width, area)
     assert list(size) == expected
     if max(size) > 4000:
@@ -81,10 +85,8 @@ def test_mageflow_never_takes_more_than_144_tokens(height, width):
     assert 1 <= high // 32 * wide // 32 <= 144
 
 
-def test_sizes_that_f32_decides():
-    """In exact arithmetic 1184 would come to 384, and nothing would ever be a pixel short."""
-    assert pictures.mageflow_size(1184, 1184) == (352, 352)
-    assert pictures.mageflow_size(1216, 1216) == (384, 384)
+def test_a_pixel_that_f32_leaves_out_is_that_of_the_edge():
+    """In exact arithmetic nothing would ever be a pixel short."""
     image = picture(41, 42)
     assert pictures.mageflow_size(41, 42) == (32, 32)
     pixels = pictures.mageflow_pixels(image, (32, 32))  # 31 rows, the last one twice
@@ -92,9 +94,15 @@ def test_sizes_that_f32_decides():
     assert pixels[31, 31] == pytest.approx(slow_mageflow_pixel(image, 31, 31, 32, 32), abs=1e-5)
 
 
-def test_half_a_slot_rounds_to_even():
-    assert pictures.mageflow_size(48, 80) == (64, 64)
+def test_half_a_slot_rounds_up():
+    assert pictures.mageflow_size(48, 80) == (64, 96)
     assert pictures.mageflow_size(16, 15) == (32, 32)
+    assert pictures.qwen_image_size(500, 500, 80**2) == (96, 96)
+
+
+def test_large_pictures_shrink_from_their_own_sides_and_not_from_rounded_ones():
+    assert pictures.mageflow_size(400, 384) == (384, 352)
+    assert pictures.mageflow_size(427, 640) == (256, 384)
 
 
 @pytest.mark.parametrize(("side", "tokens"), [(384, 144), (512, 256), (768, 576), (1024, 1024)])

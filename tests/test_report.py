@@ -5,6 +5,7 @@ import shlex
 
 import finished_run
 import pytest
+from PIL import Image
 from trainer.errors import TrainerError
 from trainer.report import write_report
 
@@ -126,6 +127,25 @@ def test_a_pack_of_the_centred_cosine_shows_it_as_its_figure_and_how_to_use_the_
     assert f"--llm_vision {settings.companion} -r reference.png" in page
     settings.export.companion = False
     assert "--llm_vision" not in written(folder, settings)
+
+
+def test_a_pack_with_pictures_shows_its_figures_and_the_pictures_of_its_worst_samples(tmp_path):
+    folder, settings = finished_run.build(tmp_path, pack="mageflow")
+    evaluation = json.loads((folder / "eval.json").read_text())
+    evaluation["metrics"] |= {"cos_slice": 0.9234, "cos_edit": 0.8765, "cos_t2i": 0.9543}
+    evaluation["worst"][2]["images"] = ["picture.png", "gone.png"]
+    (folder / "eval.json").write_text(json.dumps(evaluation))
+    (folder / "corpus" / "images").mkdir(parents=True)
+    (folder / "corpus" / "train.jsonl").touch()
+    Image.new("RGB", (300, 200), "red").save(folder / "corpus" / "images" / "picture.png")
+    page = html.unescape(written(folder, settings))
+    assert '<div class="big">0.9234</div>' in page
+    assert all(figure in page for figure in ("cos_edit", "0.876500", "cos_t2i"))
+    rows = [row for row in re.findall(r"<tr>.*?</tr>", page, re.S) if "data:image" in row]
+    assert len(rows) == 1
+    assert finished_run.PROMPTS[0] in rows[0]
+    assert rows[0].count("<img") == 1
+    assert "--llm_vision mmproj-qwen3vl-4b-it-f16.gguf -r reference.png" in page
 
 
 def test_a_missing_stage_is_named(tmp_path):

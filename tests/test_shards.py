@@ -5,7 +5,7 @@ import tiny_runs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer import shards
+from trainer import packs, shards
 from trainer.batches import Order, collate
 from trainer.errors import TrainerError
 from trainer.standardization import Standardization
@@ -77,37 +77,55 @@ def test_the_moments_are_those_of_all_rows(tmp_path):
     assert torch.allclose(scale.target_std, target.std(0, correction=0), rtol=1e-4)
 
 
-def test_rows_without_slots_come_back_as_written_and_carry_no_ids_in_a_batch(tmp_path):
-    samples = tiny_runs.seedless_rows(5, 1)
+@pytest.mark.parametrize("pack", tiny_runs.PACKS[1:])
+def test_rows_of_every_pack_come_back_as_written(tmp_path, pack):
+    samples = tiny_runs.sample_rows(pack, 5, 1)
     tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
     shard = shards.Shard(tmp_path / "a.safetensors")
-    assert all(torch.equal(shard.rows(n).target, sample.target) for n, sample in enumerate(samples))
-    assert shard.rows(3).slots == []
-    batch = collate([(shard, n) for n in range(5)], tiny_runs.QUERIES)
-    assert batch.slots is None
-    assert [len(part.target) for part in batch.split(3)] == [3 * tiny_runs.QUERIES, 2 * tiny_runs.QUERIES]
+    for number, sample in enumerate(samples):
+        for name, value in vars(sample).items():
+            found = getattr(shard.rows(number), name)
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
 
 
-def test_the_rows_of_a_batch_that_have_a_target_are_packed_in_its_order(tmp_path):
-    for samples in (tiny_runs.rows(6, 1), tiny_runs.seedless_rows(6, 1)):
-        tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
-        shard = shards.Shard(tmp_path / "a.safetensors")
-        batch = collate([(shard, n) for n in range(6)], tiny_runs.QUERIES)
-        rows = torch.arange(6)[:, None] * 100 + torch.arange(tiny_runs.QUERIES)
-        expected = [100 * n + slot for n, sample in enumerate(samples) for slot in range(len(sample.target))]
-        assert batch.packed(rows[..., None])[:, 0].tolist() == expected
-
-
-def test_a_split_batch_is_the_batch(tmp_path):
-    tiny_runs.write_shard(tmp_path / "a.safetensors", tiny_runs.rows(11, 1))
+@pytest.mark.parametrize("pack", tiny_runs.PACKS)
+def test_a_batch_asks_for_the_rows_that_have_a_target_in_its_order(tmp_path, pack):
+    samples = tiny_runs.sample_rows(pack, 6, 1)
+    tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
     shard = shards.Shard(tmp_path / "a.safetensors")
-    batch = collate([(shard, n) for n in range(11)], tiny_runs.QUERIES)
-    parts = list(batch.split(4))
-    assert [len(p) for p in parts] == [4, 4, 3]
-    assert torch.equal(torch.cat([p.target for p in parts]), batch.target)
-    for part in parts:
-        assert part.counts.sum() == len(part.target)
-        assert part.mask.any(0).all()
+    queries = packs.get(pack).queries and tiny_runs.QUERIES
+    batch = collate([(shard, n) for n in range(6)], queries)
+    places = [sample.target_at or range(len(sample.target)) for sample in samples]
+    rows = [range(queries or len(sample.student)) for sample in samples]
+    given = torch.tensor([100 * n + at for n, sample in enumerate(rows) for at in sample])
+    assert batch.wanted(given).tolist() == [100 * n + at for n, sample in enumerate(places) for at in sample]
+    assert (batch.slots is None) == (pack != "pixart")
+    student, mask = batch.padded()
+    for number, sample in enumerate(samples):
+        assert torch.equal(student[number][mask[number]], sample.student)
+    if batch.vision is not None:
+        pictured = [100 * n + at for n, sample in enumerate(samples) for at in sample.vision_at]
+        assert given[batch.vision_at].tolist() == pictured
+        assert torch.equal(batch.vision, torch.cat([sample.vision for sample in samples]))
+        assert batch.read.tolist() == [at >= 2 for sample in samples for at in sample.target_at]
+
+
+@pytest.mark.parametrize("pack", tiny_runs.PACKS)
+def test_a_split_batch_is_its_samples_by_themselves(tmp_path, pack):
+    tiny_runs.write_shard(tmp_path / "a.safetensors", tiny_runs.sample_rows(pack, 11, 1))
+    shard = shards.Shard(tmp_path / "a.safetensors")
+    queries = packs.get(pack).queries and tiny_runs.QUERIES
+    picks = [(shard, n) for n in range(11)]
+    parts = list(collate(picks, queries).split(4))
+    assert [len(part) for part in parts] == [4, 4, 3]
+    for number, part in enumerate(parts):
+        expected = collate(picks[4 * number : 4 * number + 4], queries)
+        for name, value in vars(expected).items():
+            found = getattr(part, name)
+            if name == "at":  # all rows in their order may be named, or not
+                every = torch.arange(len(expected.student) if queries is None else queries * len(expected))
+                found, value = (every if it is None else it for it in (found, value))
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
 
 
 @settings(max_examples=50, deadline=None)

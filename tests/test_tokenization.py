@@ -150,10 +150,10 @@ def test_qwen2_has_the_ids_of_the_engine(without_keys: Path, tmp_path: Path) -> 
 
 def test_a_prompt_is_read_in_its_template_piece_by_piece(without_keys: Path, folder: Path) -> None:
     tokenizer = student_tokenizer(without_keys, folder)
-    template = Template(pieces=("User:", " {prompt}", "\n"), empty=("Nothing",))
-    a, prompt, b, nothing = tokenizer.encode(["User:", " a {prompt}\n", "\n", "Nothing"])
-    assert tokenizer.encode(["a {prompt}\n", ""], template) == [a + prompt + b, nothing]
-    assert tokenizer.encode(["User: a {prompt}\n\n"]) != [a + prompt + b]  # whole, the line feeds are one token
+    template = Template(pieces=("the f", "{prompt}", "\n"), empty=("Nothing",))
+    a, prompt, b, nothing = tokenizer.encode(["the f", "ox {prompt}", "\n", "Nothing"])
+    assert tokenizer.encode(["ox {prompt}", ""], template) == [a + prompt + b, nothing]
+    assert tokenizer.encode(["the fox {prompt}\n"]) != [a + prompt + b]  # whole, " fox" is one token
 
 
 def test_llada_image_has_the_template_of_the_engine(without_keys: Path, tmp_path: Path) -> None:

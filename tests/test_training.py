@@ -4,6 +4,7 @@ import csv
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import tiny_runs
 import torch
 from safetensors.torch import load_file
 from trainer import checkpoints, config, control, devices, scoring, training
+from trainer.batches import collate
 from trainer.config import Train
 from trainer.errors import TrainerError
 from trainer.files import read_json
@@ -55,7 +57,8 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("pack", "stop_at"), [*(("pixart", step) for step in (1, 4, 7, 13, 19)), ("llada_image", 7), ("llada_image", 13)]
+    ("pack", "stop_at"),
+    [*(("pixart", step) for step in (1, 4, 7, 13, 19)), *((pack, 7) for pack in tiny_runs.PACKS[1:]), ("mageflow", 13)],
 )
 def test_a_run_stopped_and_resumed_ends_in_the_same_bytes(tmp_path, pack, stop_at):
     plain = tiny_runs.settings(tmp_path / "a", pack)
@@ -118,21 +121,22 @@ def test_where_rows_share_a_large_offset_only_the_centred_cosine_tells_adapters_
     assert [float(row["val_cos"]) for row in rows] == pytest.approx(centred, rel=1e-5)
 
 
-@pytest.mark.parametrize("pack", ["pixart", "llada_image"])
+@pytest.mark.parametrize("pack", tiny_runs.PACKS)
 def test_the_loss_is_that_of_the_contract(tmp_path, pack):
     settings = tiny_runs.settings(tmp_path, pack, cos_weight=0.7)
     trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
     trainer.autocast = False
     shard = training.Shard(trainer.inputs.train[0])
-    figures = trainer._gradients(scoring.collate([(shard, n) for n in range(6)], tiny_runs.QUERIES))
+    figures = trainer._gradients(collate([(shard, n) for n in range(6)], settings.adapter.queries))
     scale, squared, cosines = trainer.scale, [], []
-    for row in map(shard.rows, range(6)):
-        slots = torch.tensor([row.slots + [0] * (tiny_runs.QUERIES - len(row.slots))]) if row.slots else None
+    for number, row in enumerate(map(shard.rows, range(6))):
+        alone = collate([(shard, number)], settings.adapter.queries)
         student = (row.student.float() - scale.student_mean) / scale.student_std
-        predicted = trainer.adapter.head(trainer.adapter(student[None], None, slots)[0, : len(row.target)])
+        vision = None if row.vision is None else row.vision.float() / scale.vision_rms
+        predicted = trainer.adapter(replace(alone, student=student, vision=vision))
         target = (row.target.float() - scale.target_mean) / scale.target_std
         squared += (predicted - target).square().mean(1).tolist()
-        if pack == "pixart":  # of raw rows
+        if pack != "llada_image":  # of raw rows
             predicted, target = predicted * scale.target_std + scale.target_mean, row.target.float()
         cosines += torch.cosine_similarity(predicted, target).tolist()
     mse, cosine = sum(squared) / len(squared), sum(cosines) / len(cosines)
@@ -227,7 +231,7 @@ def test_a_snapshot_request_keeps_the_step_and_changes_nothing_else(tmp_path):
     assert_same(weights(plain), weights(asked))
 
 
-@pytest.mark.parametrize("pack", ["pixart", "llada_image"])
+@pytest.mark.parametrize("pack", tiny_runs.PACKS)
 def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path, pack):
     gradients = []
     for micro_batch in (0, 1, 3, 5):
@@ -235,7 +239,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path, pack):
         trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
         trainer.autocast = False  # equal up to f32 rounding; in bf16, up to that of bf16
         picks = [(shard, n) for shard in map(training.Shard, trainer.inputs.train) for n in range(4)]
-        trainer._gradients(scoring.collate(picks, tiny_runs.QUERIES))
+        trainer._gradients(collate(picks, settings.adapter.queries))
         gradients.append([p.grad.double() for p in trainer.adapter.parameters()])
     total = torch.cat([gradient.flatten() for gradient in gradients[0]]).norm()
     for other in gradients[1:]:

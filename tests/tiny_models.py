@@ -260,12 +260,18 @@ def qwen3_vl_snapshot(
     hidden: int = 32,
     vocabulary: int = 300,
     picture_id: int = 299,
+    tower: tuple[int, int] = (16, 2),
     max_shard_size: str = "60KB",
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write a Qwen3-VL with four layers and three blocks in its tower, the first two giving features, in several files.
 
     Theta is small, so that all angles of its few positions count.
+
+    Args:
+        hidden: of the text stack, and size of a row of the tower's output.
+        tower: the hidden size of the tower, and its heads.
     """
     text = {
         "vocab_size": vocabulary,
@@ -281,16 +287,16 @@ def qwen3_vl_snapshot(
     }  # fmt: skip
     vision = {
         "depth": 3,
-        "hidden_size": 16,
+        "hidden_size": tower[0],
         "intermediate_size": 24,
-        "num_heads": 2,
+        "num_heads": tower[1],
         "out_hidden_size": hidden,
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 1],
     }
     config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=picture_id)
     model = _randomized(Qwen3VLForConditionalGeneration, config, seed)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

@@ -3,20 +3,26 @@
 from pathlib import Path
 
 import torch
-from trainer import checkpoints, config, seed_table, shards
+from trainer import checkpoints, config, packs, seed_table, shards
 from trainer.config import Settings
 from trainer.files import write_json
 from trainer.training import Inputs
 
-STUDENT, TEACHER, QUERIES, VOCABULARY = 32, 48, 12, 50
+STUDENT, TEACHER, QUERIES, VOCABULARY, VISION = 32, 48, 12, 50, 40
+# Of each kind of adapter.
+PACKS = ["pixart", "llada_image", "mageflow", "qwen_image"]
 
 
 def settings(tmp_path: Path, pack: str = "pixart", **train) -> Settings:
     train = {"steps": 20, "batch_size": 8, "warmup": 3, "val_every": 5, "save_every": 5, "log_every": 5} | train
-    shape = {"student_dim": STUDENT, "teacher_dim": TEACHER, "queries": QUERIES}
-    shape |= {"vocabulary": VOCABULARY} if pack == "pixart" else {}
+    made = packs.get(pack)
+    small = {"student_dim": STUDENT, "teacher_dim": TEACHER, "queries": QUERIES, "vocabulary": VOCABULARY}
+    small["vision_dim"] = VISION
+    shape = {name: size for name, size in small.items() if getattr(made, name)}
+    pictures = {"corpus": {"image_presets": ["flickr30k"], "n_image": 9, "n_val_image": 9}} if made.vision_dim else {}
     return config.load(
-        {
+        pictures
+        | {
             "pack": pack,
             "run": "tiny",
             "runs_dir": str(tmp_path / "runs"),
@@ -57,8 +63,49 @@ def seedless_rows(count: int, seed: int) -> list[shards.Rows]:
     return samples
 
 
+def token_rows(count: int, seed: int, pack: str = "mageflow") -> list[shards.Rows]:
+    """Samples of token-aligned packs, every second with a picture or two; a row follows from its own token.
+
+    The DiT reads from row 2 on. As in the real packs, Qwen-Image learns neither the rows before nor those of pictures.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    fixed = torch.Generator().manual_seed(0)
+    mix = torch.randn(STUDENT, TEACHER, generator=fixed) / STUDENT**0.5
+    seen = torch.randn(VISION, TEACHER, generator=fixed) / VISION**0.5
+    offset = torch.randn(TEACHER, generator=fixed)
+    samples = []
+    for number in range(count):
+        text, first, second = torch.randint(1, 6, (3,), generator=generator).tolist()
+        pictures = [first, second] if number % 4 == 1 else [first] if number % 2 and pack != "plain" else []
+        places, length = [], 3
+        for size in pictures:
+            places += range(length, length + size)
+            length += size + 1
+        length += text
+        student = torch.randn(length, STUDENT, generator=generator) * 3 + 1
+        vision = torch.randn(len(places), VISION, generator=generator) * 2 + 0.5
+        target = offset + student @ mix
+        target[places] += vision @ seen
+        wanted = [at for at in range(length) if pack != "qwen_image" or (at >= 2 and at not in places)]
+        samples.append(
+            shards.Rows(
+                *(f"{seed:08x}{number:08x}", [], student.bfloat16(), target[wanted].bfloat16()),
+                *(vision.bfloat16() if pack != "plain" else None, places, wanted, 2),
+            )
+        )
+    return samples
+
+
+def sample_rows(pack: str, count: int, seed: int) -> list[shards.Rows]:
+    """Samples like those of a pack."""
+    if pack in ("pixart", "llada_image"):
+        return (rows if pack == "pixart" else seedless_rows)(count, seed)
+    return token_rows(count, seed, pack)
+
+
 def write_shard(path: Path, samples: list[shards.Rows], inputs: str = "inputs") -> dict:
-    shards.write(path, samples, {"inputs": inputs, "contract": "t5xxl_pixart/1", "skipped": []}, (STUDENT, TEACHER))
+    dims = STUDENT, TEACHER, VISION if samples and samples[0].vision is not None else None
+    shards.write(path, samples, {"inputs": inputs, "contract": "t5xxl_pixart/1", "skipped": []}, dims)
     header = shards.Shard(path).header
     return {"file": path.name, "bytes": path.stat().st_size} | {
         key: header[key] for key in ("samples", "rows", "student_rows", "checksum")
@@ -66,14 +113,14 @@ def write_shard(path: Path, samples: list[shards.Rows], inputs: str = "inputs") 
 
 
 def make(settings: Settings, shards_count: int = 3, per_shard: int = 20) -> Inputs:
-    """Shards, their index and, for seeded slots, a seed table in the run's folder."""
+    """Shards, their index and the weights that an adapter starts from, in the run's folder."""
     run = Path(settings.folder)
-    seeded = settings.adapter.vocabulary is not None
-    make_rows = rows if seeded else seedless_rows
     splits = {}
     for split, count, seed in (("train", shards_count, 10), ("val", 1, 90)):
         files = [run / "shards" / split / f"0000-{number:02d}.safetensors" for number in range(count)]
-        entries = [write_shard(file, make_rows(per_shard, seed + number)) for number, file in enumerate(files)]
+        entries = [
+            write_shard(file, sample_rows(settings.pack, per_shard, seed + number)) for number, file in enumerate(files)
+        ]
         splits[split] = (
             files,
             {
@@ -87,10 +134,14 @@ def make(settings: Settings, shards_count: int = 3, per_shard: int = 20) -> Inpu
         **{split: entry for split, (_, entry) in splits.items()},
     }
     write_json(run / "shards.json", index)
-    if seeded:
-        table = seed_table.compress(torch.randn(VOCABULARY, TEACHER, generator=torch.Generator().manual_seed(1)), 64)
+    generator = torch.Generator().manual_seed(1)
+    if settings.adapter.vocabulary:
+        table = seed_table.compress(torch.randn(VOCABULARY, TEACHER, generator=generator), 64)
         checkpoints.save(run / "shards" / "seed_table.safetensors", {"table": table}, {"width": 64})
-    return Inputs.read(run, seeded)
+    if settings.adapter.vision_dim:
+        weight = torch.randn(STUDENT, VISION, generator=generator)
+        checkpoints.save(run / "shards" / "vision_proj.safetensors", {"weight": weight}, {"ridge": 0.1})
+    return Inputs.read(settings)
 
 
 RECORDS = [

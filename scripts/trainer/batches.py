@@ -7,32 +7,45 @@ together: samples of the whole corpus mix while few files are read at once.
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.shards import Shard, to_rebuild
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples, student rows and slots padded, target rows packed.
+    """Some samples; rows are packed: those of all samples stand one after another.
 
-    student [B, L, student_dim] bf16, mask [B, L] bool, counts [B] int64: target rows of each sample,
-    target [P, teacher_dim] bf16, slots [B, Q] int64 (0 at pads) or None where slots are not seeded.
+    lengths, counts, seen: of each sample, its student rows, its target rows, its rows of the vision tower.
+    student [T, student_dim] bf16, target [R, teacher_dim] bf16.
+    at [R] int64: which of the adapter's rows each target is for: its slots, B times Q of them, or its tokens, T of
+        them; None: all of them, in their order.
+    slots [B, Q] int64: 0 at pads; None where slots are not seeded.
+    vision [V, vision_dim] bf16: rows of the vision tower, and vision_at [V] int64: which of the T tokens they are at;
+        None for packs without pictures.
+    read [R] bool: which target rows the DiT reads; None where it reads all.
     """
 
-    student: torch.Tensor
-    mask: torch.Tensor
-    counts: torch.Tensor
-    target: torch.Tensor
-    slots: torch.Tensor | None
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    seen: tuple[int, ...]
+    student: Tensor
+    target: Tensor
+    at: Tensor | None = None
+    slots: Tensor | None = None
+    vision: Tensor | None = None
+    vision_at: Tensor | None = None
+    read: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.counts)
+        return len(self.lengths)
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on a device, without waiting for it where memory is pinned."""
@@ -40,47 +53,74 @@ class Batch:
 
     def pin(self) -> "Batch":
         """A copy in pinned memory."""
-        return self._each(torch.Tensor.pin_memory)
+        return self._each(Tensor.pin_memory)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        fields = self.student, self.mask, self.counts, self.target, self.slots
-        return Batch(*(None if tensor is None else change(tensor) for tensor in fields))
+    def widened(self) -> "Batch":
+        """A copy with all rows in f32."""
+        return self._each(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
 
-    def packed(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, Q, W] rows of all slots -> [P, W], those that have a target, in its order."""
-        if len(self.target) == len(rows) * rows.shape[1]:
-            return rows.flatten(0, 1)
-        return rows[torch.arange(rows.shape[1], device=rows.device) < self.counts[:, None]]
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return replace(self, **{name: change(it) for name, it in vars(self).items() if isinstance(it, Tensor)})
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Student rows [B, L, student_dim] and where they are real [B, L]; other rows mean nothing."""
+        device = self.student.device
+        lengths = torch.tensor(self.lengths, device=device)[:, None]
+        place = torch.arange(max(self.lengths), device=device)
+        first = lengths.cumsum(0) - lengths
+        return self.student[first + place.minimum(lengths - 1)], place < lengths
+
+    def wanted(self, rows: Tensor) -> Tensor:
+        """Of a row for each slot or token, those that have a target, in its order."""
+        return rows if self.at is None else rows[self.at]
 
     def split(self, size: int) -> Iterator["Batch"]:
-        """Parts of at most `size` samples, padding trimmed to the longest of each."""
-        ends = self.counts.cumsum(0).tolist()
+        """Parts of at most `size` samples."""
+        ends = [[0, *accumulate(counts)] for counts in (self.lengths, self.counts, self.seen)]
         for start in range(0, len(self), size):
-            stop = min(start + size, len(self))
-            longest = int(self.mask[start:stop].sum(1).max())
+            part = slice(start, min(start + size, len(self)))
+            tokens, rows, vision = (slice(of[part.start], of[part.stop]) for of in ends)
+            first = tokens.start if self.slots is None else start * self.slots.shape[1]
             yield Batch(
-                self.student[start:stop, :longest],
-                self.mask[start:stop, :longest],
-                self.counts[start:stop],
-                self.target[ends[start - 1] if start else 0 : ends[stop - 1]],
-                None if self.slots is None else self.slots[start:stop],
+                *(self.lengths[part], self.counts[part], self.seen[part]),
+                *(self.student[tokens], self.target[rows]),
+                at=None if self.at is None else self.at[rows] - first,
+                slots=None if self.slots is None else self.slots[part],
+                vision=None if self.vision is None else self.vision[vision],
+                vision_at=None if self.vision_at is None else self.vision_at[vision] - tokens.start,
+                read=None if self.read is None else self.read[rows],
             )
 
 
-def collate(picks: Sequence[tuple[Shard, int]], queries: int) -> Batch:
-    """The batch of these (shard, sample) pairs."""
-    rows = [shard.rows(sample) for shard, sample in picks]
-    longest = max(len(r.student) for r in rows)
-    student = torch.zeros(len(rows), longest, rows[0].student.shape[1], dtype=torch.bfloat16)
-    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-    slots = torch.zeros(len(rows), queries, dtype=torch.int64) if rows[0].slots else None
-    for index, sample in enumerate(rows):
-        student[index, : len(sample.student)] = sample.student
-        mask[index, : len(sample.student)] = True
-        if slots is not None:
-            slots[index, : len(sample.slots)] = torch.tensor(sample.slots)
-    counts = torch.tensor([len(sample.target) for sample in rows])
-    return Batch(student, mask, counts, torch.cat([sample.target for sample in rows]), slots)
+def collate(picks: Sequence[tuple[Shard, int]], queries: int | None) -> Batch:
+    """The batch of these (shard, sample) pairs, for a resampler of so many queries or a token-aligned adapter."""
+    samples = [shard.rows(sample) for shard, sample in picks]
+    lengths, counts = (tuple(len(getattr(it, name)) for it in samples) for name in ("student", "target"))
+    vision = None if samples[0].vision is None else torch.cat([it.vision for it in samples])
+    batch = Batch(
+        *(lengths, counts, tuple(len(it.vision_at) for it in samples)),
+        *(torch.cat([getattr(it, name) for it in samples]) for name in ("student", "target")),
+        vision=vision,
+        vision_at=None if vision is None else _flat([it.vision_at for it in samples], accumulate((0, *lengths[:-1]))),
+    )
+    if queries is None:
+        at = _flat([it.target_at for it in samples], accumulate((0, *lengths[:-1])))
+        read = torch.tensor([place >= it.start for it in samples for place in it.target_at])
+        return replace(batch, at=at if len(at) < len(batch.student) else None, read=read)
+    if not samples[0].slots:
+        return batch
+    slots = torch.zeros(len(samples), queries, dtype=torch.int64)
+    for padded, it in zip(slots, samples, strict=True):
+        padded[: len(it.slots)] = torch.tensor(it.slots)
+    at = _flat([range(count) for count in counts], range(0, slots.numel(), queries))
+    return replace(batch, at=at if len(at) < slots.numel() else None, slots=slots)
+
+
+def _flat(places: Sequence[Sequence[int]], firsts: Iterable[int]) -> Tensor:
+    """Places within samples as places within the batch, from the first place of each sample."""
+    return torch.tensor(
+        [first + at for sample, first in zip(places, firsts, strict=True) for at in sample], dtype=torch.int64
+    )
 
 
 class Order:
@@ -124,7 +164,9 @@ class Loader:
     A shard's checksum is verified when the first sample of it is wanted.
     """
 
-    def __init__(self, files: Sequence[Path], order: Order, position: int, size: int, queries: int, pin: bool) -> None:
+    def __init__(
+        self, files: Sequence[Path], order: Order, position: int, size: int, queries: int | None, pin: bool
+    ) -> None:
         self.shards = [Shard(file) for file in files]
         self._order, self._size, self._queries, self._pin = order, size, queries, pin
         self._verified: set[int] = set()

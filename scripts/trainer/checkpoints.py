@@ -7,7 +7,6 @@ step-<N>.safetensors     kept steps: the exported tensors themselves, f16 where 
 
 import json
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trainer import adapters
 from trainer.errors import TrainerError
 from trainer.files import written_whole
 from trainer.standardization import Standardization
@@ -54,7 +54,7 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
 def pack(adapter: torch.nn.Module, scale: Standardization) -> Tensors:
     """Weights as `model.*`, standardization as `scale.*`."""
     tensors = {f"model.{name}": tensor for name, tensor in adapter.state_dict().items()}
-    return tensors | {f"scale.{field.name}": getattr(scale, field.name) for field in fields(scale)}
+    return tensors | {f"scale.{name}": tensor for name, tensor in scale.tensors().items()}
 
 
 def unpack(tensors: Tensors) -> tuple[Tensors, Standardization]:
@@ -68,14 +68,14 @@ def part(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def exported(weights: Tensors, scale: Standardization) -> Tensors:
-    """The tensors of the file: standardization folded in, f16 matrices, f32 vectors and queries.
+    """The tensors of the file: standardization folded in, f16 but for those of `adapters.in_f32`.
 
     Raises:
         TrainerError: a value does not fit into f16 or is not finite.
     """
     tensors = {}
     for name, tensor in scale.fold(weights).items():
-        kept = tensor if tensor.dim() == 1 or name == "query" else tensor.half()
+        kept = tensor if adapters.in_f32(name, tensor) else tensor.half()
         if not torch.isfinite(kept).all():
             raise TrainerError(
                 f"tensor {name} of the adapter has a value that f16 cannot hold (largest {tensor.abs().max():.3g}); "

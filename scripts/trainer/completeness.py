@@ -104,7 +104,7 @@ def safetensors_names(path: Path) -> set[str]:
 
 
 def check_config(folder: Path, file: str, expects: dict[str, Any]) -> None:
-    """Check values of a JSON file of a folder.
+    """Check values of a JSON file of a folder; a key such as "a.b" is of an object in it.
 
     Raises:
         TrainerError: the key, what was found and what is needed.
@@ -113,10 +113,12 @@ def check_config(folder: Path, file: str, expects: dict[str, Any]) -> None:
     if not isinstance(config, dict):
         raise TrainerError(f"{folder / file} is not a JSON object")
     for key, needed in expects.items():
-        if config.get(key) != needed:
+        found = config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if found != needed:
             raise TrainerError(
-                f"{folder} is another model than the one needed: its {file} has {key} {config.get(key)!r}, "
-                f"not {needed!r}"
+                f"{folder} is another model than the one needed: its {file} has {key} {found!r}, not {needed!r}"
             )
 
 

@@ -187,12 +187,14 @@ class Adapter(Group):
     depth: int = fixed(6, "number of blocks", ge=1, le=64)
     student_dim: int | None = fixed(None, "hidden size of the student; null: what the pack's engine model needs", ge=1)
     teacher_dim: int | None = fixed(None, "size of a teacher row; null: what the pack's engine model needs", ge=1)
-    queries: int | None = fixed(None, "query slots; null: what the pack's engine model needs", ge=1)
-    vision_dim: int | None = of_pictures(
-        None, "size of a row of a picture; null: what the pack's engine model needs", ge=1
+    queries: int | None = fixed(
+        None, "query slots; null: what the pack's engine model needs, or none for a pack with a row a token", ge=1
     )
     vocabulary: int | None = fixed(
         None, "rows of the seed table; null: the pack's teacher vocabulary, or no table for a pack that has none", ge=1
+    )
+    vision_dim: int | None = of_pictures(
+        None, "size of a row of the vision tower; null: the pack's, or none for a pack without pictures", ge=1
     )
 
 
@@ -272,13 +274,11 @@ class Settings(Group):
     def _resolve(self) -> "Settings":
         pack = packs.get(self.pack)
         self.run = self.run or self.pack
-        if pack.vocabulary is None and self.adapter.vocabulary:
-            raise ValueError(
-                f"adapter.vocabulary is set, and the slots of pack {pack.name} have no seed table: remove it"
-            )
-        for field in ("student_dim", "teacher_dim", "vision_dim", "queries", "vocabulary"):
+        for field in ("student_dim", "teacher_dim", "queries", "vocabulary", "vision_dim"):
             if getattr(self.adapter, field) is None:
                 setattr(self.adapter, field, getattr(pack, field))
+            elif getattr(pack, field) is None:
+                raise ValueError(f"adapter.{field} is set, and adapters of pack {pack.name} have none: remove it")
         self.export.name = self.export.name or pack.file_name
         if self.precompute.teacher == "synthetic" and not self.export.name.endswith("-synthetic"):
             self.export.name += "-synthetic"
@@ -302,15 +302,19 @@ class Settings(Group):
         wanted = self.export.companion and self.precompute.teacher == "real"
         return f"{self.export.dir}/{self.export.name}_{material.id}-f16.gguf" if material and wanted else None
 
-    def blocks(self, split: Literal["train", "val"]) -> int:
-        """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
-        corpus, precompute = self.corpus, self.precompute
+    def samples(self, split: Literal["train", "val"]) -> int:
+        """Number of samples of a split that the settings ask for, at most."""
+        corpus = self.corpus
         if packs.get(self.pack).vision_dim:
             train, val = corpus.n_image + corpus.n_two + corpus.n_text, corpus.n_val_image + corpus.n_val_text
         else:
             train, val = corpus.n_train, corpus.n_val
-        samples = train if split == "train" else val
-        return -(-samples // (precompute.shard_size * precompute.block_shards))
+        return train if split == "train" else val
+
+    def blocks(self, split: Literal["train", "val"]) -> int:
+        """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
+        precompute = self.precompute
+        return -(-self.samples(split) // (precompute.shard_size * precompute.block_shards))
 
 
 def load(config: dict[str, Any]) -> Settings:
@@ -330,11 +334,7 @@ def load(config: dict[str, Any]) -> Settings:
 
 
 def _stray_pictures(settings: Settings) -> str | None:
-    for name, group in (
-        ("corpus", settings.corpus),
-        ("precompute", settings.precompute),
-        ("adapter", settings.adapter),
-    ):
+    for name, group in (("corpus", settings.corpus), ("precompute", settings.precompute)):
         values = group.model_dump(mode="json")
         for key in sorted(group.marked("pictures")):
             if values[key] != type(group).model_fields[key].default:

@@ -47,42 +47,35 @@ class Estimate:
 def sample_bytes(settings: Settings) -> float:
     """Bytes of an average sample in a shard."""
     work, shape = packs.get(settings.pack).work, settings.adapter
-    rows = work.teacher_tokens if shape.vocabulary else shape.queries
-    return 2 * (rows * shape.teacher_dim + work.student_tokens * shape.student_dim)
+    vision = work.vision_rows * (shape.vision_dim or 0)
+    return 2 * (work.rows * shape.teacher_dim + work.student_tokens * shape.student_dim + vision)
 
 
 def estimate(settings: Settings, machine: Machine) -> Estimate:
     """Estimate a run."""
     pack, shape, train = packs.get(settings.pack), settings.adapter, settings.train
     work, width = pack.work, shape.width
-    prompts = settings.corpus.n_train + settings.corpus.n_val
+    prompts = settings.samples("train") + settings.samples("val")
     size = sample_bytes(settings)
     teacher = sum(material.gigabytes for material in pack.materials if material.role == "teacher")
 
     operations = 2 * prompts * (
-        work.teacher_parameters * work.teacher_tokens + work.student_parameters * work.student_tokens
+        work.teacher_parameters * work.teacher_tokens
+        + work.tower_parameters * work.vision_rows
+        + work.student_parameters * work.student_tokens
     )  # fmt: skip
     blocks = settings.blocks("train") + settings.blocks("val")
     # Each block reads the teacher once and writes its shards.
     moved = blocks * teacher + prompts * size / GB
     precompute = max(operations / (machine.tflops * 1e12), moved / machine.disk)
 
-    rows = work.teacher_tokens if shape.vocabulary else shape.queries
-    macs = (
-        shape.depth
-        * (
-            shape.queries * 14 * width**2  # self-attention 4, cross-attention 2, MLP 8
-            + work.student_tokens * 2 * width**2
-            + 2 * shape.queries * (shape.queries + work.student_tokens) * width
-        )
-        + rows * width * shape.teacher_dim
-    )
+    macs, matrices, slots = (_resampler if shape.queries else _token_aligned)(settings)
+    macs += work.rows * width * shape.teacher_dim
     passes = train.steps * train.batch_size
     training = max(6 * macs * passes / (machine.tflops * 1e12), passes * size / GB / machine.disk)
 
-    matrices = shape.depth * 16 * width**2 + width * (shape.student_dim + shape.teacher_dim + shape.queries)
-    parameters = matrices + (shape.vocabulary or 0) * width
-    activations = train.batch_size * shape.queries * shape.depth * width * _KEPT
+    parameters = matrices + width * (shape.student_dim + shape.teacher_dim)
+    activations = train.batch_size * slots * shape.depth * width * _KEPT
     file, state = 2 * parameters / GB, 12 * parameters / GB
     kept = train.steps // train.keep_every if train.keep_every else 0
     return Estimate(
@@ -94,3 +87,25 @@ def estimate(settings: Settings, machine: Machine) -> Estimate:
         precompute_hours=precompute / 3600,
         training_hours=training / 3600,
     )
+
+
+def _resampler(settings: Settings) -> tuple[float, float, int]:
+    """Multiplications for a sample and parameters, both without in_proj and out_proj, and the slots of a sample."""
+    shape, tokens, width = settings.adapter, packs.get(settings.pack).work.student_tokens, settings.adapter.width
+    queries = shape.queries or 0
+    macs = shape.depth * (
+        queries * 14 * width**2  # self-attention 4, cross-attention 2, MLP 8
+        + tokens * 2 * width**2
+        + 2 * queries * (queries + tokens) * width
+    )
+    return macs, shape.depth * 16 * width**2 + (queries + (shape.vocabulary or 0)) * width, queries
+
+
+def _token_aligned(settings: Settings) -> tuple[float, float, int]:
+    """The same of an adapter whose slots are the student's tokens."""
+    shape, work, width = settings.adapter, packs.get(settings.pack).work, settings.adapter.width
+    tokens, seen = work.student_tokens, work.vision_rows
+    skip, vision = shape.student_dim * shape.teacher_dim, (shape.vision_dim or 0) * width
+    # Longer samples have more to read than the average one: twice as much, at the packs' mixes.
+    macs = shape.depth * tokens * (12 * width**2 + 2 * 2 * tokens * width) + work.rows * skip + seen * vision
+    return macs, shape.depth * 12 * width**2 + skip + vision, tokens

@@ -2,29 +2,31 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cosine_similarity
 
-from trainer import checkpoints, devices, export, packs, scoring
-from trainer.adapters.resampler import Resampler
+from trainer import adapters, checkpoints, devices, export, packs, scoring
+from trainer.adapters import Adapter
 from trainer.batches import Batch
 from trainer.config import Settings
+from trainer.corpus_files import Sample
 from trainer.errors import TrainerError
 from trainer.shards import Shard
 
 
-def load_adapter(path: Path, device: torch.device) -> Resampler:
+def load_adapter(path: Path, device: torch.device) -> Adapter:
     """The adapter of a GGUF file.
 
     Raises:
-        TrainerError: its tensors are not those of a resampler.
+        TrainerError: its tensors are not those of an adapter.
     """
     tensors = export.read_tensors(path)
     try:
-        return Resampler.of(tensors).to(device)
+        return adapters.of(tensors).to(device)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise TrainerError(f"{path} does not hold a resampler ({error}); export it again") from None
+        raise TrainerError(f"{path} does not hold an adapter ({error}); export it again") from None
 
 
 def evaluate(
@@ -33,7 +35,7 @@ def evaluate(
     mean: torch.Tensor,
     checkpoint: Path | None,
     val: list[Path],
-    texts: dict[str, str],
+    samples: dict[str, Sample],
 ) -> dict:
     """Score a file.
 
@@ -43,7 +45,7 @@ def evaluate(
         mean: the mean teacher row of the train split, [D].
         checkpoint: what it was exported from, a best or state checkpoint, for the round trip; None: without.
         val: shards.
-        texts: prompts by sample id.
+        samples: of the val split, by id.
 
     Returns:
         The content of eval.json. `baseline_cos` is what always answering with the mean row would have, and
@@ -70,7 +72,7 @@ def evaluate(
     metrics["baseline_cos"] = scoring.score(always_the_mean, batches(), mean, metric).metrics()[metric]
     if checkpoint is not None:
         weights, scale = checkpoints.unpack(checkpoints.load(checkpoint)[0])
-        reference = scoring.predictor(Resampler.of(weights).to(device), scale.to(device))
+        reference = scoring.predictor(adapters.of(weights).to(device), scale.to(device))
         center = mean if metric == "cos_centered" else torch.zeros_like(mean)
         metrics["roundtrip_cos"] = _agreement(predict, reference, batches(), center)
     worst = sorted(scores.by_sample.items(), key=lambda item: (item[1], item[0]))[: settings.evaluate.worst]
@@ -87,8 +89,13 @@ def evaluate(
         "metrics": metrics,
         "val_samples": scores.samples,
         "val_rows": scores.rows,
-        "worst": [{"id": id, "text": texts.get(id, ""), "cos": cos} for id, cos in worst],
+        "worst": [{"id": id, "cos": cos, **_shown(samples.get(id))} for id, cos in worst],
     }
+
+
+def _shown(sample: Sample | None) -> dict[str, Any]:
+    """What a list of samples says of one."""
+    return {"text": sample.text if sample else "", "images": list(sample.images) if sample else []}
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from trainer import __version__, checkpoints
-from trainer.adapters.resampler import HEAD_DIM, kind
+from trainer import __version__, adapters, checkpoints
+from trainer.adapters.layers import HEAD_DIM
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.files import digest, written_whole
@@ -39,23 +39,28 @@ def keys(
     by_role = {record["role"]: record for record in materials}
     synthetic = settings.precompute.teacher == "synthetic"
     teacher, student = by_role.get("teacher", {}), by_role["student"]
-    width = tensors["query"].shape[1]
+    width, in_dim = tensors["in_proj.weight"].shape
     val = meta.get("val") or {}
+
+    def size(name: str, dimension: int) -> int | None:
+        return tensors[name].shape[dimension] if name in tensors else None
+
     values = {
         "general.name": settings.export.name,
         "adapter.pack": pack.name,
         "adapter.contract": pack.contract,
-        "adapter.kind": kind(tensors),
+        "adapter.kind": adapters.kind(tensors),
         "adapter.trainer": "gguf-trainer",
         "adapter.trainer_version": __version__,
         "adapter.run": settings.run,
-        "adapter.in_dim": tensors["in_proj.weight"].shape[1],
+        "adapter.in_dim": in_dim,
         "adapter.out_dim": tensors["out_proj.weight"].shape[0],
         "adapter.width": width,
         "adapter.depth": 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("blocks.")),
         "adapter.heads": width // HEAD_DIM,
-        "adapter.num_queries": tensors["query"].shape[0],
-        "adapter.t5_vocab": len(tensors["t5_embed.weight"]) if "t5_embed.weight" in tensors else None,
+        "adapter.num_queries": size("query", 0),
+        "adapter.t5_vocab": size("t5_embed.weight", 0),
+        "adapter.vis_dim": size("vis_in.weight", 1),
         "adapter.trained_steps": meta["step"],
         "adapter.planned_steps": meta["steps"],
         "adapter.checkpoint": checkpoint,

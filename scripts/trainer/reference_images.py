@@ -30,12 +30,10 @@ def mageflow_size(height: int, width: int, area: int | None = None) -> Size:
         width: likewise.
         area: of no meaning here; other models take it.
     """
-    sides = _rounded(height), _rounded(width)
-    if max(sides) <= _LONGEST:
-        return sides
-    # In f32, which may end just below a multiple of 32.
-    scale = np.float32(_LONGEST) / np.float32(max(sides))
-    high, wide = (max(SLOT, int(np.float32(side) * scale / np.float32(SLOT)) * SLOT) for side in sides)
+    if max(height, width) <= _LONGEST:
+        return _rounded(height), _rounded(width)
+    scale = _LONGEST / max(height, width)
+    high, wide = (max(SLOT, int(side * scale / SLOT) * SLOT) for side in (height, width))
     return high, wide
 
 
@@ -71,11 +69,15 @@ def patches(pixels: Pixels) -> NDArray[np.float32]:
 
 
 def _rounded(side: float) -> int:
-    return max(SLOT, round(side / SLOT) * SLOT)
+    """The nearest multiple of 32 from 32 on, the upper one of two, as C rounds."""
+    return max(SLOT, int(side / SLOT + 0.5) * SLOT)
 
 
 def _covering(length: int, size: int, scale: np.float32) -> NDArray[np.int64]:
-    """The `size` middle ones of `length` pixels that were scaled; the last repeats where f32 leaves one too few."""
+    """The `size` middle ones of `length` pixels that were scaled.
+
+    Where f32 leaves one too few, the last repeats; the engine ends with an error on such a picture.
+    """
     scaled = int(np.float32(length) * scale)
     places = np.arange(size) + max(scaled - size, 0) // 2
     return np.minimum(places, scaled - 1) * length // scaled

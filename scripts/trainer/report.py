@@ -39,11 +39,20 @@ COLOURS = {
     "base": "#050505",
 }
 MINUS = "\N{MINUS SIGN}"
-FIGURES: dict[str, str] = {"cos": "validation cosine", "cos_centered": "centred validation cosine"}
+FIGURES: dict[str, str] = {
+    "cos": "validation cosine",
+    "cos_centered": "centred validation cosine",
+    "cos_slice": "validation cosine",
+}
 METRICS = {
     "cos": "mean cosine of the adapter's rows to the teacher's, over all val rows",
     "cos_centered": "the same of rows less the mean training row: 0 is a guess that never looks at the prompt",
     "cos_rms": "mean cosine after each row is divided by its root mean square, as engine models do",
+    "cos_slice": "mean over val samples of the mean cosine of their rows that the image model reads",
+    "cos_edit": "the same of samples with pictures",
+    "cos_t2i": "the same of samples without",
+    "cos_vis": "mean cosine of rows under pictures",
+    "cos_txt": "mean cosine of all other rows",
     "cos_eos": "mean cosine of each prompt's last row, the end marker",
     "worst_row_cos": "the main figure of the worst row",
     "rel_mse": "squared error as a share of the targets' squares: 0 is perfect, 1 is a guess of nothing but zeros",
@@ -86,13 +95,13 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
             "sha256": sha256(gguf) if gguf.exists() else None,
         },
         command=pack.command.replace("{gguf}", shlex.quote(str(gguf.resolve()))),
-        companion=settings.companion
-        and pack.companion_options.replace("{companion}", shlex.quote(str(Path(settings.companion).resolve()))),
+        reference=_reference_options(settings),
         materials=read_json(run_folder / "materials.json")["materials"],
         corpus=corpus,
         shards=read_json(run_folder / "shards.json"),
         charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
         sheet=contact_sheet.samples(run_folder / "corpus"),
+        worst=[row | {"images": _thumbnails(run_folder, row)} for row in evaluation["worst"]],
         histogram=length_histogram(corpus.get("length_histogram") or {}),
         when=_when(metrics["time"]),
         quality=steps_and_quality(run_folder, evaluation, gguf, pack.metric),
@@ -105,6 +114,20 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         ),
     )
     write_text(out, text)
+
+
+def _reference_options(settings: Settings) -> str:
+    """What a reference picture adds to the command line; nothing where the companion that it takes is not written."""
+    pack = packs.get(settings.pack)
+    if pack.companion and not settings.companion:
+        return ""
+    return pack.reference_options.replace("{companion}", shlex.quote(str(Path(settings.companion or "").resolve())))
+
+
+def _thumbnails(run_folder: Path, row: dict[str, Any]) -> list[str]:
+    """The pictures of a sample that are still there, as data URIs."""
+    files = (run_folder / "corpus" / "images" / name for name in row.get("images", []))
+    return [contact_sheet.thumbnail(file) for file in files if file.is_file()]
 
 
 # --- what the run's files say ---------------------------------------------------------------------------------------
@@ -264,7 +287,7 @@ def charts(metrics: dict[str, np.ndarray], baseline: float | None, metric: Metri
         if baseline is not None:
             axes.axhline(baseline, color=COLOURS["base"], linestyle=(0, (5, 4)), linewidth=1.1, label="mean baseline")
         _legend(axes, "center right")
-        title = "Cosine to the teacher" if metric == "cos" else "Centred cosine to the teacher"
+        title = "Centred cosine to the teacher" if metric == "cos_centered" else "Cosine to the teacher"
         add("cosine", title, "1 is the teacher itself; the dashed line is the mean row", figure)
     if np.isfinite(metrics["lr"]).any():
         figure, axes = _axes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cosine_similarity
 
-from trainer.adapters.resampler import Resampler
+from trainer.adapters import Adapter
 from trainer.batches import Batch, collate
 from trainer.packs.base import Metric
 from trainer.shards import Shard
@@ -28,25 +28,27 @@ class Loss:
     cosine: torch.Tensor
 
 
-def loss(adapter: Resampler, scale: Standardization, batch: Batch, cos_weight: float, metric: Metric) -> Loss:
+def loss(adapter: Adapter, scale: Standardization, batch: Batch, cos_weight: float, metric: Metric) -> Loss:
     """Squared error of standardized rows (mean over dimensions) + cos_weight * (1 - cosine), f32.
 
-    The cosine is that of raw rows for packs that are measured by `cos`, else of standardized ones.
+    The cosine is that of raw rows, for packs that are measured by `cos_centered` of standardized ones.
     """
-    trunk = adapter(scale.student(batch.student), batch.mask, batch.slots)
-    predicted, target = adapter.head(batch.packed(trunk)).float(), scale.target(batch.target)
+    predicted, target = adapter(scale.inputs(batch)).float(), scale.target(batch.target)
     squared = (predicted - target).square().mean(-1).sum()
-    pair = (scale.raw(predicted), batch.target.float()) if metric == "cos" else (predicted, target)
+    pair = (predicted, target) if metric == "cos_centered" else (scale.raw(predicted), batch.target.float())
     cosine = cosine_similarity(*pair, dim=-1).sum()
     return Loss(squared + cos_weight * (len(predicted) - cosine), squared.detach(), cosine.detach())
 
 
 class Scores:
-    """Figures over rows.
+    """Figures over rows, and over samples.
 
     cos: cosine of raw rows. cos_centered: of rows less the mean row. cos_rms: of rows divided by their own root mean
-    square. cos_eos: of each sample's last row, where rows are of tokens. worst_row_cos: the lowest of a row, by the
-    metric. rel_mse: sum |p - t|^2 / sum |t|^2.
+    square. rel_mse: sum |p - t|^2 / sum |t|^2. worst_row_cos: the lowest of a row that is read, by the metric.
+
+    Where slots are seeded, cos_eos: of each sample's last row. Of token-aligned packs, cos_slice: the mean over samples
+    of the mean `cos` of their rows that the DiT reads; cos_edit, cos_t2i: of samples with and without pictures; and
+    cos_vis, cos_txt: `cos` of rows under pictures and of others, where the former are learnt too.
     """
 
     def __init__(self, mean: torch.Tensor, metric: Metric) -> None:
@@ -56,9 +58,10 @@ class Scores:
         self.worst = 1.0
         self.by_sample: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, ids: Sequence[str], batch: Batch, predicted: torch.Tensor) -> None:
-        """Count a batch; predicted [P, D] raw rows."""
+        """Count a batch; predicted [R, D] raw rows."""
         target = batch.target.float()
         cosines = {
             "cos": cosine_similarity(predicted, target, dim=-1),
@@ -68,32 +71,46 @@ class Scores:
         self.rows += len(target)
         self.samples += len(batch)
         for name, values in cosines.items():
-            self._sums[name] += values.double().sum().item()
+            self._count(name, values)
         self._sums["error"] += (predicted - target).double().square().sum().item()
         self._sums["power"] += target.double().square().sum().item()
         if batch.slots is not None:
-            self._sums["cos_eos"] += cosines["cos"][batch.counts.cumsum(0) - 1].double().sum().item()
-        cosine = cosines[self.metric].double()
-        self.worst = min(self.worst, cosine.min().item())
-        means = [part.mean().item() for part in cosine.split(batch.counts.tolist())]
-        self.by_sample.update(zip(ids, means, strict=True))
+            self._count("cos_eos", cosines["cos"][torch.tensor(batch.counts).cumsum(0) - 1])
+        cosine = cosines["cos_centered" if self.metric == "cos_centered" else "cos"].double()
+        read = torch.ones_like(cosine, dtype=torch.bool) if batch.read is None else batch.read
+        self.worst = min(self.worst, cosine[read].min().item())
+        parts = zip(cosine.split(batch.counts), read.split(batch.counts), strict=True)
+        means = torch.stack([part[wanted].mean() for part, wanted in parts])
+        self.by_sample.update(zip(ids, means.tolist(), strict=True))
+        if batch.read is not None:
+            edits = torch.tensor(batch.seen, device=means.device) > 0
+            self._count("cos_slice", means)
+            self._count("cos_edit", means[edits])
+            self._count("cos_t2i", means[~edits])
+        if batch.vision is not None:
+            pictured = torch.zeros(len(batch.student), 1, dtype=torch.bool, device=target.device)
+            pictured[batch.vision_at] = True
+            under = batch.wanted(pictured)[:, 0]
+            self._count("cos_vis", cosine[under])
+            self._count("cos_txt", cosine[~under])
+
+    def _count(self, name: str, values: torch.Tensor) -> None:
+        self._sums[name] += values.double().sum().item()
+        self._counts[name] += len(values)
 
     def metrics(self) -> dict[str, float]:
-        """The figures by name."""
-        sums = self._sums
-        return {
-            **{name: sums[name] / self.rows for name in ("cos", "cos_centered", "cos_rms")},
-            **({"cos_eos": sums["cos_eos"] / self.samples} if "cos_eos" in sums else {}),
-            "worst_row_cos": self.worst,
-            "rel_mse": sums["error"] / sums["power"],
-        }
+        """The figures by name, those that there is something for."""
+        found = {name: self._sums[name] / count for name, count in self._counts.items() if count}
+        if "cos_vis" not in found:
+            found.pop("cos_txt", None)  # it is `cos`
+        return found | {"worst_row_cos": self.worst, "rel_mse": self._sums["error"] / self._sums["power"]}
 
 
 def _unit_rms(rows: torch.Tensor) -> torch.Tensor:
     return rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def batches(shards: Sequence[Shard], size: int, queries: int) -> Iterator[tuple[list[str], Batch]]:
+def batches(shards: Sequence[Shard], size: int, queries: int | None) -> Iterator[tuple[list[str], Batch]]:
     """All samples in stored order, with their ids."""
     picks = [(shard, sample) for shard in shards for sample in range(len(shard))]
     for start in range(0, len(picks), size):
@@ -116,12 +133,12 @@ def score(
     return scores
 
 
-def predictor(adapter: Resampler, scale: Standardization | None) -> Predictor:
+def predictor(adapter: Adapter, scale: Standardization | None) -> Predictor:
     """Raw rows of an adapter: of one in training with its standardization, of an exported one without."""
 
     def predict(batch: Batch) -> torch.Tensor:
-        student = scale.student(batch.student) if scale else batch.student.float()
-        rows = adapter.head(batch.packed(adapter(student, batch.mask, batch.slots)))
-        return scale.raw(rows) if scale else rows
+        if scale is None:
+            return adapter(batch.widened())
+        return scale.raw(adapter(scale.inputs(batch)))
 
     return predict

@@ -8,6 +8,7 @@ from filelock import FileLock
 
 from trainer import checkpoints, control, evaluation, export
 from trainer.config import Settings
+from trainer.corpus_files import Sample
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json, write_json
 from trainer.job import log
@@ -15,7 +16,7 @@ from trainer.packs import get as get_pack
 from trainer.shard_index import listed
 
 
-def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, str]) -> Path:
+def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str, Sample]) -> Path:
     """Write `<name>-step<N>-f16.gguf` for `snapshot.at` and list it; gives the file.
 
     Raises:
@@ -27,7 +28,7 @@ def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, s
     tensors, meta = checkpoints.load(path)
     _check_shards(run, settings, meta)
     mean = tensors["scale.target_mean"]
-    if "query" in tensors:  # a kept step: the tensors of the file
+    if "in_proj.weight" in tensors:  # a kept step: the tensors of the file
         del tensors["scale.target_mean"]
     else:  # a state or best checkpoint
         tensors = checkpoints.exported(*checkpoints.unpack(tensors))
@@ -42,7 +43,7 @@ def take(settings: Settings, materials: list[dict[str, Any]], texts: dict[str, s
         if training:  # the GPU is the trainer's
             settings.evaluate.device = "cpu"
         shards = listed(run, read_json(run / "shards.json"), "val")
-        scores = evaluation.evaluate(settings, out, mean, None, shards, texts)["metrics"]
+        scores = evaluation.evaluate(settings, out, mean, None, shards, samples)["metrics"]
         log.info("val cosine %.4f", scores[get_pack(settings.pack).metric])
     _list(run, settings, out, meta, values, training, scores)
     return out

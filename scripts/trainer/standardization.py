@@ -4,55 +4,79 @@ The adapter trains on (h - m_h) / s_h and predicts (t - m_t) / s_t. Both are aff
 engine's layout, so that they vanish into it exactly:
 
     in_proj((h - m) / s) = (W / s) h + (b - W (m / s))          out = s (W x + b) + m = (s W) x + (s b + m)
+
+`skip` has one on both sides. Rows of the vision tower are only divided, by their root mean square: `vis_in` has no bias
+that could take up a mean.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
+from trainer.batches import Batch
 from trainer.shards import Shard
 
 
 @dataclass(frozen=True)
 class Standardization:
-    """Means and standard deviations, f32: student [student_dim], target [teacher_dim]."""
+    """Means and standard deviations, f32: student [student_dim], target [teacher_dim].
+
+    vision_rms: root mean squares [vision_dim], of packs with pictures.
+    """
 
     student_mean: torch.Tensor
     student_std: torch.Tensor
     target_mean: torch.Tensor
     target_std: torch.Tensor
+    vision_rms: torch.Tensor | None = None
 
     @classmethod
     def of(cls, shards: Iterable[Shard], floor: float) -> "Standardization":
         """The moments over all rows of the train shards.
 
-        `floor` keeps the targets' near-constant dimensions (T5-XXL has about 120) from being blown up to noise. The
-        student's floor is a hundredth of its median deviation.
+        `floor` keeps the targets' near-constant dimensions (T5-XXL has about 120) from being blown up to noise. What
+        the adapter reads has a floor of a hundredth of the median.
         """
         sums: dict[str, torch.Tensor | float] = {}
         for shard in shards:
-            for name in ("student_sum", "student_sumsq", "target_sum", "target_sumsq"):
-                sums[name] = sums.get(name, 0.0) + shard.tensors[name]
-            for name in ("rows", "student_rows"):
-                sums[name] = sums.get(name, 0) + shard.header[name]
+            for name in ("student", "target", "vision"):
+                if name in shard.tensors:
+                    found = shard.tensors[f"{name}_sum"], shard.tensors[f"{name}_sumsq"], len(shard.tensors[name])
+                    for part, value in zip(("sum", "sumsq", "count"), found, strict=True):
+                        sums[name + part] = sums.get(name + part, 0.0) + value
 
-        def moments(name: str, count: float) -> tuple[torch.Tensor, torch.Tensor]:
-            mean = sums[f"{name}_sum"] / count
-            return mean, (sums[f"{name}_sumsq"] / count - mean.square()).clamp_min(0).sqrt()
+        def moments(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            mean = sums[f"{name}sum"] / sums[f"{name}count"]
+            return mean, (sums[f"{name}sumsq"] / sums[f"{name}count"] - mean.square()).clamp_min(0).sqrt()
 
-        student_mean, student_std = moments("student", sums["student_rows"])
-        target_mean, target_std = moments("target", sums["rows"])
-        student_std = student_std.clamp_min(max(1e-6, 0.01 * student_std.median().item()))
-        return cls(student_mean.float(), student_std.float(), target_mean.float(), target_std.clamp_min(floor).float())
+        def floored(values: torch.Tensor) -> torch.Tensor:
+            return values.clamp_min(max(1e-6, 0.01 * values.median().item())).float()
+
+        student_mean, student_std = moments("student")
+        target_mean, target_std = moments("target")
+        vision_rms = None
+        if "visioncount" in sums:
+            vision_rms = floored((sums["visionsumsq"] / max(1, sums["visioncount"])).sqrt())
+        return cls(
+            *(student_mean.float(), floored(student_std), target_mean.float(), target_std.clamp_min(floor).float()),
+            vision_rms=vision_rms,
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What there is of the fields, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> "Standardization":
         """A copy on a device."""
-        return Standardization(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return Standardization(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    def student(self, states: torch.Tensor) -> torch.Tensor:
-        """Standardize student states [..., student_dim], to f32."""
-        return (states.float() - self.student_mean) / self.student_std
+    def inputs(self, batch: Batch) -> Batch:
+        """The batch with what the adapter reads standardized, in f32."""
+        student = (batch.student.float() - self.student_mean) / self.student_std
+        vision = batch.vision if self.vision_rms is None else batch.vision.float() / self.vision_rms
+        return replace(batch, student=student, vision=vision)
 
     def target(self, rows: torch.Tensor) -> torch.Tensor:
         """Standardize teacher rows [..., teacher_dim], to f32."""
@@ -62,14 +86,20 @@ class Standardization:
         """Teacher rows of standardized predictions, f32."""
         return predicted.float() * self.target_std + self.target_mean
 
-    def fold(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Weights that map raw states to raw rows, computed in f64, as f32."""
+    def fold(self, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """Weights that map raw states to raw rows, computed in f64."""
         folded = {name: tensor.double().cpu() for name, tensor in weights.items()}
-        scale = 1 / self.student_std.double().cpu()
-        shift = self.student_mean.double().cpu() * scale
-        folded["in_proj.bias"] = folded["in_proj.bias"] - folded["in_proj.weight"] @ shift
-        folded["in_proj.weight"] = folded["in_proj.weight"] * scale
-        out = self.target_std.double().cpu()
-        folded["out_proj.bias"] = folded["out_proj.bias"] * out + self.target_mean.double().cpu()
-        folded["out_proj.weight"] = folded["out_proj.weight"] * out[:, None]
-        return {name: tensor.float() for name, tensor in folded.items()}
+        scale = {name: tensor.double().cpu() for name, tensor in self.tensors().items()}
+        shift = scale["student_mean"] / scale["student_std"]
+        for name in ("in_proj", "skip"):
+            if f"{name}.weight" in folded:
+                folded[f"{name}.bias"] = folded[f"{name}.bias"] - folded[f"{name}.weight"] @ shift
+                folded[f"{name}.weight"] = folded[f"{name}.weight"] / scale["student_std"]
+        for name in ("out_proj", "skip"):
+            if f"{name}.weight" in folded:
+                folded[f"{name}.bias"] = folded[f"{name}.bias"] * scale["target_std"]
+                folded[f"{name}.weight"] = folded[f"{name}.weight"] * scale["target_std"][:, None]
+        folded["out_proj.bias"] = folded["out_proj.bias"] + scale["target_mean"]
+        if "vis_in.weight" in folded:
+            folded["vis_in.weight"] = folded["vis_in.weight"] / scale["vision_rms"]
+        return {name: tensor.to(dtype) for name, tensor in folded.items()}

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer import checkpoints, devices, packs, scoring
-from trainer.adapters.resampler import Resampler
+from trainer import adapters, checkpoints, devices, packs, scoring
 from trainer.batches import Batch, Loader, Order
 from trainer.config import Settings, Train, write_stage_settings
 from trainer.control import Requests
@@ -28,6 +27,9 @@ from trainer.shards import Shard, to_rebuild
 from trainer.standardization import Standardization
 
 COLUMNS = ["step", "time", "loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s", "val_cos", "val_rel_mse"]
+
+# Weights that come from a file: which of the adapter's, and which of the file's.
+_GIVEN = {"seed_table": ("t5_embed.weight", "table"), "vision_proj": ("vision_proj.weight", "weight")}
 
 
 class StoppedError(TrainerError):
@@ -46,20 +48,23 @@ def learning_rate(step: int, steps: int, settings: Train) -> float:
 
 @dataclass
 class Inputs:
-    """What training reads: shards.json, the shards it lists, and the seed table where slots are seeded."""
+    """What training reads: shards.json, the shards it lists, and files of weights that it does not start at random."""
 
     run: Path
     index: dict[str, Any]
     train: list[Path]
     val: list[Path]
-    seed_table: Path | None
+    given: dict[str, Path]
 
     @classmethod
-    def read(cls, run: Path, seeded: bool) -> "Inputs":
+    def read(cls, settings: Settings) -> "Inputs":
         """The inputs of a run."""
+        run, shape = Path(settings.folder), settings.adapter
         index = read_json(run / "shards.json")
         train, val = (listed(run, index, split) for split in ("train", "val"))
-        return cls(run, index, train, val, run / "shards" / "seed_table.safetensors" if seeded else None)
+        wanted = {"seed_table": shape.vocabulary, "vision_proj": shape.vision_dim}
+        given = {name: run / "shards" / f"{name}.safetensors" for name, size in wanted.items() if size}
+        return cls(run, index, train, val, given)
 
 
 class Trainer:
@@ -85,8 +90,7 @@ class Trainer:
             "train": settings.train.fingerprint(),
             "shards": digest(inputs.index),
         }
-        if inputs.seed_table:
-            self.made_from["seed_table"] = digest(checkpoints.read_meta(inputs.seed_table))
+        self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}
         self.val = self._open_val()
         self._start()
         self._resume()
@@ -102,14 +106,11 @@ class Trainer:
 
     def _start(self) -> None:
         """A fresh adapter at step 0."""
-        shape = self.settings.adapter
         torch.manual_seed(self.options.seed)
-        adapter = Resampler(
-            *(shape.student_dim, shape.teacher_dim, shape.width, shape.depth, shape.queries, shape.vocabulary)
-        )
-        if self.inputs.seed_table:
-            with torch.no_grad():
-                adapter.t5_embed.weight.copy_(load_file(self.inputs.seed_table)["table"])
+        adapter = adapters.fresh(self.settings.adapter)
+        for name, path in self.inputs.given.items():
+            mine, stored = _GIVEN[name]
+            adapter.state_dict()[mine].copy_(load_file(path)[stored])
         self.adapter = adapter.to(self.device)
         self.scale = Standardization.of(map(Shard, self.inputs.train), self.options.sigma_floor).to(self.device)
         self.optimizer = self._optimizer()

@@ -17,8 +17,8 @@ class Material:
     optional: further names that are taken where they are.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
-    expects: values that JSON files of the folder must have, by the file's name; one such as "adapter.teacher_dim"
-        stands for the run's setting.
+    expects: values that JSON files of the folder must have, by the file's name; keys such as "text_config.hidden_size"
+        are of inner objects, and values such as "adapter.teacher_dim" stand for the run's setting.
     """
 
     id: str
@@ -62,7 +62,10 @@ class Work:
 
     teacher_parameters, student_parameters: those that a token is multiplied with: no embeddings, no unused experts.
     teacher_part: GB of the largest step of the teacher.
-    teacher_tokens, student_tokens: of an average prompt, with its template.
+    teacher_tokens, student_tokens: of an average sample, with its template.
+    rows: of an average sample, those that are learnt.
+    vision_rows: of an average sample, rows of the vision tower.
+    tower_parameters: those that such a row is multiplied with in the tower.
     """
 
     teacher_parameters: float
@@ -70,6 +73,9 @@ class Work:
     teacher_tokens: int
     student_parameters: float
     student_tokens: int
+    rows: int
+    vision_rows: int = 0
+    tower_parameters: float = 0
 
 
 @dataclass(frozen=True)
@@ -80,17 +86,18 @@ class Pack:
     teacher: module of `trainer.teachers`.
     student: how the student's GGUF is read: `qwen3` is held to what the engine hard-codes, `llama` follows the keys.
     queries: slots of a resampler. With a vocabulary as many as a prompt has teacher tokens are real, else all are.
-        None: token aligned, teacher and student read the same tokens.
+        None: the adapter is token aligned, and gives a row for each of the student's tokens.
     vocabulary: rows of the seed table; None where slots are not seeded.
+    vision_dim: size of a row of the engine's vision tower, which samples with pictures are made of; None: no pictures.
     metric: the figure that tells good adapters from bad ones, and that the best checkpoint has most of. Where all
-        teacher rows share an offset far larger than what tells them apart, `cos` is near 1 for any adapter.
-    template: what teacher and student read; packs with pictures have `trainer.chat_templates` instead.
+        teacher rows share an offset far larger than what tells them apart, `cos` is near 1 for any adapter. Of
+        token-aligned rows some may not be read: `cos_slice` is of those that are, and each sample counts once.
+    template: what teacher and student read, where they do not read a chat (`trainer.chat_templates`).
     work: for estimates of time and memory.
     materials: one of the role `companion` is written as a second file beside the adapter.
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
-    companion_options: what the companion adds to the command line, as `{companion}`.
-    vision_dim: size of a row that the teacher makes of a piece of a picture; None: samples have no pictures.
+    reference_options: what a reference picture adds to the command line; `{companion}` is the companion's file.
     """
 
     name: str
@@ -101,17 +108,17 @@ class Pack:
     student: Literal["qwen3", "llama"]
     student_dim: int
     teacher_dim: int
-    queries: int | None
-    vocabulary: int | None
     max_student_tokens: int
     materials: tuple[Material, ...]
     work: Work
+    queries: int | None = None
+    vocabulary: int | None = None
+    vision_dim: int | None = None
     metric: Metric = "cos"
     template: Template = BARE
-    gguf: dict[str, str] = field(default_factory=dict)
+    gguf: dict[str, str | bool] = field(default_factory=dict)
     command: str = ""
-    companion_options: str = ""
-    vision_dim: int | None = None
+    reference_options: str = ""
 
     @property
     def companion(self) -> Material | None:

@@ -15,7 +15,12 @@ PACK = Pack(
     vocabulary=30522,
     max_student_tokens=256,
     work=Work(
-        teacher_parameters=10.6e6, teacher_part=0.03, teacher_tokens=24, student_parameters=106e6, student_tokens=24
+        teacher_parameters=10.6e6,
+        teacher_part=0.03,
+        teacher_tokens=24,
+        student_parameters=106e6,
+        student_tokens=24,
+        rows=24,
     ),
     materials=(
         Material(

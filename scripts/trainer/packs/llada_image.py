@@ -16,12 +16,16 @@ PACK = Pack(
     student_dim=1024,
     teacher_dim=2560,
     queries=256,
-    vocabulary=None,
     max_student_tokens=512,
     # 19 layers with 39 M of 0.8 G in use, one of 42 M, six of the projection with 53 M; a layer of experts in bf16.
     # A prompt is 55 tokens and the 256 queries.
     work=Work(
-        teacher_parameters=1.1e9, teacher_part=1.64, teacher_tokens=311, student_parameters=0.44e9, student_tokens=55
+        teacher_parameters=1.1e9,
+        teacher_part=1.64,
+        teacher_tokens=311,
+        student_parameters=0.44e9,
+        student_tokens=55,
+        rows=256,
     ),
     # All rows share an offset of about 2000 a dimension.
     metric="cos_centered",
@@ -81,5 +85,5 @@ PACK = Pack(
         "--llm pig_clip-q8_0.gguf --llm-adapter {gguf} "
         '-p "close-up portrait of a young lady" --cfg-scale 1 --steps 4 --diffusion-fa -s 42 -o out.png'
     ),
-    companion_options="--llm_vision {companion} -r reference.png",
+    reference_options="--llm_vision {companion} -r reference.png",
 )

@@ -16,7 +16,12 @@ PACK = Pack(
     max_student_tokens=256,
     # 24 layers of 193 M; a layer in bf16.
     work=Work(
-        teacher_parameters=4.63e9, teacher_part=0.39, teacher_tokens=40, student_parameters=0.44e9, student_tokens=30
+        teacher_parameters=4.63e9,
+        teacher_part=0.39,
+        teacher_tokens=40,
+        student_parameters=0.44e9,
+        student_tokens=30,
+        rows=40,
     ),
     materials=(
         Material(

@@ -1,0 +1,166 @@
+"""Steps a second of training against a plain implementation of the reference recipe, at equal work.
+
+    python benchmarks/training.py                    # PixArt's dimensions at width 128 and depth 2, minutes on 2 cores
+    python benchmarks/training.py --slots 40
+
+The plain one does what the reference does: padded batches put together row by row in the training thread, f32, the
+output head and the loss on all slots, AdamW on all parameters. Both train the same network on the same prompts, in
+turn, some steps each; the ratio is that of their medians.
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import torch
+from torch.nn.functional import cosine_similarity
+from trainer import checkpoints, config, shards
+from trainer.adapters.resampler import Resampler
+from trainer.batches import Batch, Loader, Order
+from trainer.config import Settings
+from trainer.files import write_json
+from trainer.training import Inputs, Trainer
+
+
+def make_run(folder: Path, options: argparse.Namespace) -> tuple[Settings, Inputs]:
+    """A run with shards of random rows."""
+    settings = config.load(
+        {
+            "pack": "pixart",
+            "run": "bench",
+            "runs_dir": str(folder),
+            "adapter": {"width": options.width, "depth": options.depth},
+            "train": {"batch_size": options.batch, "device": "cpu", "log_every": 10**6},
+        }
+    )
+    run, shape = Path(settings.folder), settings.adapter
+    random = torch.Generator().manual_seed(0)
+    index = {"pack": "pixart", "synthetic": False}
+    for split, files in (("train", 4), ("val", 1)):
+        entries = []
+        for number in range(files):
+            path = run / "shards" / split / f"0000-{number:02d}.safetensors"
+            samples = [
+                make_sample(f"{number:08x}{n:08x}", options.slots, shape, random) for n in range(options.prompts)
+            ]
+            shards.write(path, samples, {"inputs": "", "skipped": []}, (shape.student_dim, shape.teacher_dim))
+            header = shards.Shard(path).header
+            kept = {key: header[key] for key in ("samples", "rows", "student_rows")}
+            entries.append({"file": path.name, "bytes": path.stat().st_size, **kept})
+        totals = {key: sum(entry[key] for entry in entries) for key in ("samples", "rows", "student_rows", "bytes")}
+        index[split] = {"shards": entries, **totals}
+    write_json(run / "shards.json", index)
+    table = torch.randn(shape.vocabulary, shape.width, generator=random)
+    checkpoints.save(run / "shards" / "seed_table.safetensors", {"table": table}, {"width": shape.width})
+    return settings, Inputs.read(settings)
+
+
+def make_sample(id: str, slots: int, shape: config.Adapter, random: torch.Generator) -> shards.Rows:
+    """A prompt with about `slots` slots and three quarters as many student tokens."""
+    count = int(torch.randint(slots // 2, slots + slots // 2 + 1, (), generator=random))
+    student = torch.randn(max(1, count * 3 // 4), shape.student_dim, generator=random)
+    target = torch.randn(count, shape.teacher_dim, generator=random)
+    ids = torch.randint(2, shape.vocabulary, (count,), generator=random).tolist()
+    return shards.Rows(id, ids, student.bfloat16(), target.bfloat16())
+
+
+def ours(settings: Settings, inputs: Inputs) -> Callable[[], None]:
+    """A step of this project."""
+    trainer = Trainer(settings, inputs, lambda steps: steps)
+    counts = [shard["samples"] for shard in inputs.index["train"]["shards"]]
+    order = Order(counts, settings.train.seed, settings.train.shuffle_shards)
+    loader = Loader(inputs.train, order, 0, settings.train.batch_size, settings.adapter.queries, pin=False)
+
+    def step() -> None:
+        trainer._step(next(loader))
+        trainer.step += 1
+
+    return step
+
+
+def plain(settings: Settings, inputs: Inputs) -> Callable[[], None]:
+    """A step of the reference recipe."""
+    shape, train = settings.adapter, settings.train
+    dims = shape.student_dim, shape.teacher_dim, shape.width, shape.depth, shape.queries, shape.vocabulary
+    adapter = Resampler(*dims)
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.01, foreach=False)
+    opened = [shards.Shard(path) for path in inputs.train]
+    order = Order([len(shard) for shard in opened], train.seed, train.shuffle_shards)
+    sigma = torch.ones(shape.teacher_dim)
+    position = 0
+
+    def step() -> None:
+        nonlocal position
+        picks = [opened[shard].rows(sample) for shard, sample in order.at(position, train.batch_size)]
+        position += train.batch_size
+        longest = max(len(sample.student) for sample in picks)
+        student = torch.zeros(len(picks), longest, shape.student_dim)
+        keep = torch.zeros(len(picks), longest, dtype=torch.bool)
+        slots = torch.zeros(len(picks), shape.queries, dtype=torch.int64)
+        target = torch.zeros(len(picks), shape.queries, shape.teacher_dim)
+        real = torch.zeros(len(picks), shape.queries)
+        for number, sample in enumerate(picks):
+            student[number, : len(sample.student)] = sample.student
+            keep[number, : len(sample.student)] = True
+            slots[number, : len(sample.slots)] = torch.tensor(sample.slots)
+            target[number, : len(sample.target)] = sample.target
+            real[number, : len(sample.target)] = 1
+        lengths = tuple(len(sample.student) for sample in picks)
+        counts, seen = (shape.queries,) * len(picks), (0,) * len(picks)
+        predicted = adapter(Batch(lengths, counts, seen, student[keep], target.flatten(0, 1), slots=slots))
+        predicted = predicted.view_as(target)
+        squared = (((predicted - target) / sigma).square().mean(-1) * real).sum() / real.sum()
+        cosine = (cosine_similarity(predicted, target, dim=-1) * real).sum() / real.sum()
+        loss = squared + 0.5 * (1 - cosine)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(adapter.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    """Time both and print the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=20, help="real ones of 120, on average")
+    parser.add_argument("--prompts", type=int, default=160, help="a shard; there are four")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5, help="of each, a round")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.getLogger("trainer").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        settings, inputs = make_run(Path(folder), options)
+        ways = {"ours": ours(settings, inputs), "plain": plain(settings, inputs)}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(options.rounds + 1):
+            for name, step in ways.items():
+                start = time.perf_counter()
+                for _ in range(options.steps):
+                    step()
+                if number:  # the first round warms up
+                    seconds[name].append((time.perf_counter() - start) / options.steps)
+    print(f"width {options.width}, depth {options.depth}, batch {options.batch}, {options.slots} of 120 slots real\n")
+    print("| way | ms a step (median) | fastest | slowest | ratio |\n|---|---|---|---|---|")
+    base = statistics.median(seconds["plain"])
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        figures = [f"{1000 * value:.1f}" for value in (middle, min(times), max(times))]
+        print(f"| {name} | {' | '.join(figures)} | {base / middle:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

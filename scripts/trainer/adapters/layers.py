@@ -1,0 +1,39 @@
+"""What adapters of all kinds are made of. Module names are the engine's tensor names without the `adapter.` prefix."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+HEAD_DIM = 64
+
+
+class Attention(nn.Module):
+    """Multi-head attention with heads of 64 and biases everywhere, no rope, scale 1/sqrt(64)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None) -> Tensor:
+        """X [B, Q, W], source [B, L, W], mask [B, 1, 1, L] True where a source row is real -> [B, Q, W]."""
+        return self.o(_attend(self.q(x), self.k(source), self.v(source), mask))
+
+    def within(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Rows [T, W] of samples that stand one after another, each seeing those of its own sample -> [T, W].
+
+        One sample after another: nothing is padded, and without a mask the fastest kernels are chosen.
+        """
+        samples = zip(*(part(x).split(list(lengths)) for part in (self.q, self.k, self.v)), strict=True)
+        return self.o(torch.cat([_attend(*(part[None] for part in sample))[0] for sample in samples]))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    q, k, v = (rows.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for rows in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def mlp(width: int) -> nn.Sequential:
+    """The MLP of a block: four times as wide inside, exact GELU."""
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
