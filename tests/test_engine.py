@@ -379,7 +379,7 @@ def student(folder):
 @pytest.fixture(scope="module")
 def ours(folder, student):
     """Our conditioning of a prompt for PixArt, and its student ids."""
-    teacher = t5.load(folder / "teacher", torch.float32, "cpu")
+    teacher = t5.load(folder / "teacher", torch.float32)
     adapter = evaluation.load_adapter(folder / "pixart.gguf", torch.device("cpu"))
 
     def encode(prompt: str) -> tuple[list[int], Conditioning]:
@@ -540,7 +540,7 @@ def test_the_engine_reads_the_companion_and_takes_a_reference_image_through_it(f
     export.export_companion(settings, record, Path(settings.companion))
     noise = torch.randint(0, 256, (64, 64, 3), generator=generator, dtype=torch.uint8)
     Image.fromarray(noise.numpy()).save(tmp_path / "reference.png")
-    options = LLADA.companion_options.replace("{companion}", settings.companion).split()
+    options = LLADA.reference_options.replace("{companion}", settings.companion).split()
     options = [str(tmp_path / option) if option == "reference.png" else option for option in options]
     engine(ORDINARY, LLADA, *options)
     found = torch.from_numpy(np.fromfile(tmp_path / "sigvq_feats.bin", "<f4").reshape(-1, 64))

@@ -162,6 +162,24 @@ def test_another_model_is_refused_by_key_found_and_needed_value(tmp_path, key, v
     assert f"{key} {value!r}, not {needed!r}" in text
 
 
+def test_the_two_sizes_of_qwen3_vl_are_told_apart_though_their_files_have_the_same_names(tmp_path):
+    for pack, size, other in (("mageflow", 2560, 4096), ("qwen_image", 4096, 2560)):
+        (material,) = (it for it in packs.get(pack).materials if it.role == "teacher")
+        shape = Settings(pack=pack).adapter
+        expects = {key: finding._resolved(value, shape) for key, value in material.expects["config.json"].items()}
+        for hidden in (size, other):
+            found = {"model_type": "qwen3_vl", "text_config": {"hidden_size": hidden}}
+            found["vision_config"] = {"out_hidden_size": hidden}
+            (tmp_path / "config.json").write_text(json.dumps(found))
+            if hidden == size:
+                completeness.check_config(tmp_path, "config.json", expects)
+            else:
+                text = refusal(completeness.check_config, tmp_path, "config.json", expects)
+                assert f"text_config.hidden_size {other}, not {size}" in text
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": 3}))
+        assert "text_config.hidden_size None" in refusal(completeness.check_config, tmp_path, "config.json", expects)
+
+
 def llada_files(folder):
     """A whole LLaDA-Image snapshot, tiny: a folder a component, one of them in two files with an index."""
     configs = {

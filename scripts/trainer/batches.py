@@ -105,7 +105,7 @@ def collate(picks: Sequence[tuple[Shard, int]], queries: int | None) -> Batch:
     )
     if queries is None:
         at = _flat([it.target_at for it in samples], accumulate((0, *lengths[:-1])))
-        read = torch.tensor([place >= it.start for it in samples for place in it.target_at])
+        read = torch.cat([torch.tensor(it.target_at, dtype=torch.int64) >= it.start for it in samples])
         return replace(batch, at=at if len(at) < len(batch.student) else None, read=read)
     if not samples[0].slots:
         return batch
@@ -118,9 +118,8 @@ def collate(picks: Sequence[tuple[Shard, int]], queries: int | None) -> Batch:
 
 def _flat(places: Sequence[Sequence[int]], firsts: Iterable[int]) -> Tensor:
     """Places within samples as places within the batch, from the first place of each sample."""
-    return torch.tensor(
-        [first + at for sample, first in zip(places, firsts, strict=True) for at in sample], dtype=torch.int64
-    )
+    parts = zip(places, firsts, strict=True)
+    return torch.cat([torch.tensor(sample, dtype=torch.int64) + first for sample, first in parts])
 
 
 class Order:

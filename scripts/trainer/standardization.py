@@ -38,29 +38,27 @@ class Standardization:
         `floor` keeps the targets' near-constant dimensions (T5-XXL has about 120) from being blown up to noise. What
         the adapter reads has a floor of a hundredth of the median.
         """
-        sums: dict[str, torch.Tensor | float] = {}
-        for shard in shards:
-            for name in ("student", "target", "vision"):
-                if name in shard.tensors:
-                    found = shard.tensors[f"{name}_sum"], shard.tensors[f"{name}_sumsq"], len(shard.tensors[name])
-                    for part, value in zip(("sum", "sumsq", "count"), found, strict=True):
-                        sums[name + part] = sums.get(name + part, 0.0) + value
+        files = [shard.tensors for shard in shards]
 
         def moments(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-            mean = sums[f"{name}sum"] / sums[f"{name}count"]
-            return mean, (sums[f"{name}sumsq"] / sums[f"{name}count"] - mean.square()).clamp_min(0).sqrt()
+            """Means of the rows and of their squares."""
+            count = max(1, sum(len(tensors[name]) for tensors in files))
+            total, squares = (sum(tensors[f"{name}_{part}"] for tensors in files) for part in ("sum", "sumsq"))
+            return total / count, squares / count
 
         def floored(values: torch.Tensor) -> torch.Tensor:
             return values.clamp_min(max(1e-6, 0.01 * values.median().item())).float()
 
-        student_mean, student_std = moments("student")
-        target_mean, target_std = moments("target")
-        vision_rms = None
-        if "visioncount" in sums:
-            vision_rms = floored((sums["visionsumsq"] / max(1, sums["visioncount"])).sqrt())
+        means, deviations = {}, {}
+        for name in ("student", "target"):
+            means[name], squares = moments(name)
+            deviations[name] = (squares - means[name].square()).clamp_min(0).sqrt()
         return cls(
-            *(student_mean.float(), floored(student_std), target_mean.float(), target_std.clamp_min(floor).float()),
-            vision_rms=vision_rms,
+            student_mean=means["student"].float(),
+            student_std=floored(deviations["student"]),
+            target_mean=means["target"].float(),
+            target_std=deviations["target"].clamp_min(floor).float(),
+            vision_rms=floored(moments("vision")[1].sqrt()) if "vision" in files[0] else None,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -18,20 +18,27 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None) -> Tensor:
         """X [B, Q, W], source [B, L, W], mask [B, 1, 1, L] True where a source row is real -> [B, Q, W]."""
-        return self.o(_attend(self.q(x), self.k(source), self.v(source), mask))
+        q, k, v = _heads(self.q(x)), _heads(self.k(source)), _heads(self.v(source))
+        return self.o(_rows(scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
     def within(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """Rows [T, W] of samples that stand one after another, each seeing those of its own sample -> [T, W].
 
         One sample after another: nothing is padded, and without a mask the fastest kernels are chosen.
         """
-        samples = zip(*(part(x).split(list(lengths)) for part in (self.q, self.k, self.v)), strict=True)
-        return self.o(torch.cat([_attend(*(part[None] for part in sample))[0] for sample in samples]))
+        q, k, v = (_heads(part(x)[None]).split(list(lengths), dim=2) for part in (self.q, self.k, self.v))
+        samples = [scaled_dot_product_attention(*sample) for sample in zip(q, k, v, strict=True)]
+        return self.o(_rows(torch.cat(samples, dim=2))[0])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    q, k, v = (rows.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for rows in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+def _heads(rows: Tensor) -> Tensor:
+    """[B, L, W] -> [B, H, L, 64]."""
+    return rows.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[B, H, L, 64] -> [B, L, W]."""
+    return heads.transpose(1, 2).flatten(2)
 
 
 def mlp(width: int) -> nn.Sequential:
