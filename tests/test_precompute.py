@@ -181,6 +181,15 @@ def test_out_of_memory_is_answered_with_smaller_batches(tmp_path, records, monke
     assert len(shards.Shard(file)) == 15
 
 
+def test_out_of_memory_outside_of_a_batch_is_told_in_words(tmp_path, records, monkeypatch):
+    def full(size, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(streaming, "_Room", full)
+    with pytest.raises(TrainerError, match=r"out of memory on cpu .* lower precompute\.gpu_gib"):
+        fill(tmp_path, records, prompts(8))
+
+
 def test_a_teacher_larger_than_its_memory_gives_the_same_shards(tmp_path, records):
     whole = fill(tmp_path / "whole", records, prompts(30))[0]
     # The largest part, the embeddings of 500 x 64 in f32, takes 0.12 MiB; all of it 0.5.

@@ -111,7 +111,13 @@ class Block:
         stale = [shard for shard in stale if shard.samples]
         partial = output.with_suffix(".partial")
         if stale:
-            self._make(stale, partial)
+            try:
+                self._make(stale, partial)
+            except torch.OutOfMemoryError:  # where no smaller batch would help: models and weights
+                raise TrainerError(
+                    f"out of memory on {self.device} while models were loaded or rows kept: free some of its memory, "
+                    "lower precompute.gpu_gib or precompute.batch_tokens, or set precompute.device to another one"
+                ) from None
         else:
             log.info("all %d shards are there and right", each)
         shutil.rmtree(partial, ignore_errors=True)
