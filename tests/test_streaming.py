@@ -95,6 +95,18 @@ def test_what_does_not_fit_between_two_parts_waits_on_disk_and_comes_back_the_sa
     assert all(torch.equal(kept.state(n)["rows"], rows) for n, rows in enumerate(whole))
 
 
+def test_states_of_a_gpu_count_in_ram_as_what_pinned_memory_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "_to_ram", lambda tensor: tensor)
+    kept = Activations(batches(1), ["a"], tmp_path)
+    kept.place(torch.device("meta"), 0, 200)
+    state = {"hidden": torch.empty(65, dtype=torch.uint8, device="meta")}
+    kept.put(0, 1, state)
+    assert kept.held == 128
+    kept.place(torch.device("meta"), 100, 200)
+    kept.put(0, 2, state)
+    assert kept.held == 0
+
+
 def test_memory_stays_within_the_budget(tmp_path):
     """128 MB of weights through 48 MB, measured on the process: pages of a mapping would count."""
 

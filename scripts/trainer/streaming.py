@@ -154,14 +154,16 @@ class Activations:
     def put(self, number: int, level: int, state: State) -> None:
         """Keep the state of a batch that has been through `level` parts."""
         self.drop(number)
-        size = sum(tensor.nbytes for tensor in state.values())
         on_cpu = all(tensor.device.type == "cpu" for tensor in state.values())
-        place = next((p for p, room in self._room.items() if size <= room and not (on_cpu and p == "device")), "disk")
+        sizes = {"ram": sum(tensor.nbytes if on_cpu else _pinned(tensor.nbytes) for tensor in state.values())}
+        if not on_cpu:
+            sizes = {"device": sum(tensor.nbytes for tensor in state.values())} | sizes
+        place = next((place for place, size in sizes.items() if size <= self._room[place]), "disk")
         if place == "disk":
             self._kept[number] = self._write(number, level, state)
         else:
-            self._room[place] -= size
-            self._sizes[number] = size
+            self._room[place] -= sizes[place]
+            self._sizes[number] = sizes[place]
             self._kept[number] = state if place == "device" else {name: _to_ram(it) for name, it in state.items()}
         self._places[number], self.levels[number] = place, level
 
@@ -186,6 +188,11 @@ class Activations:
             before.unlink()
         self._files[number] = file
         return file
+
+
+def _pinned(size: int) -> int:
+    """Bytes of main memory that torch takes for pinned memory of this size: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _to_ram(tensor: Tensor) -> Tensor:
@@ -232,7 +239,7 @@ class Executor:
             )
         self._largest = largest
         held = sum(sizes) if self.resident else self._rooms * largest
-        staged = 0 if on_cpu else 2 * largest
+        staged = 0 if on_cpu else 2 * _pinned(largest)
         self._free_device = 0 if on_cpu else room - held
         self._free_ram = max(0, room - held if on_cpu else int(_SHARE * budget.ram) - staged)
         # Modules that hold their values need no others.
