@@ -1,13 +1,12 @@
 """One model over all samples of a block: length-sorted batches, what is kept of each sample, moments of all rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trainer.control import Requests
 from trainer.files import digest
 from trainer.job import Progress
 from trainer.shards import Moments
@@ -53,7 +52,7 @@ class Pass:
         keys = [digest([inputs[shard], [item.id for item in items]]) for shard, items in self.batches]
         self.kept = Activations(states, keys, folder)
 
-    def run(self, executor: Executor, requests: Requests) -> Iterator[int]:
+    def run(self, executor: Executor, stop: Callable[[], bool]) -> Iterator[int]:
         """Go through the model; gives the number of each shard whose samples are done, in order.
 
         Raises:
@@ -62,7 +61,7 @@ class Pass:
         sizes = [len(items) / len(executor.parts) for _, items in self.batches]
         progress = Progress(f"{self.name} on {executor.device}", self.count, "prompts")
         progress.skip(sum(level * size for level, size in zip(self.kept.levels, sizes, strict=True)))
-        done = executor.run(self.kept, self._finish, requests.stop, lambda number: progress.update(sizes[number]))
+        done = executor.run(self.kept, self._finish, stop, lambda number: progress.update(sizes[number]))
         for number in done:
             shard = self.batches[number][0]
             if number + 1 == len(self.batches) or self.batches[number + 1][0] != shard:

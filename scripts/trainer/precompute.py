@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer import corpus_files, devices, packs, shards, students, teachers, tokenization
+from trainer import corpus_files, devices, packs, shards, streaming, students, teachers, tokenization
 from trainer.config import Settings
 from trainer.control import Requests
 from trainer.corpus_files import Sample
@@ -109,10 +109,20 @@ class Block:
             if not shard.samples:
                 shards.write(shard.file, [], self._header(shard), self._dims())
         stale = [shard for shard in stale if shard.samples]
+        partial = output.with_suffix(".partial")
         if stale:
-            self._make(stale, output.with_suffix(".partial"))
+            try:
+                self._make(stale, partial)
+            except torch.OutOfMemoryError:  # where no smaller batch would help: models and weights
+                raise TrainerError(
+                    f"out of memory on {self.device} while models were loaded or rows kept: free some of its memory, "
+                    "lower precompute.gpu_gib or precompute.batch_tokens, or set precompute.device to another one"
+                ) from None
         else:
             log.info("all %d shards are there and right", each)
+        shutil.rmtree(partial, ignore_errors=True)
+        for file in files:
+            file.with_suffix(".damaged").unlink(missing_ok=True)
         return self.made_from | {"of": blocks * each, "shards": [_entry(file) for file in files]}
 
     def _make(self, stale: list[Stale], partial: Path) -> None:
@@ -128,9 +138,10 @@ class Block:
 
         dtype = devices.dtype(self.options.student_dtype, self.device)
         parts = [Part("student", students.load(info.path, self.pack.student, dtype, self.device), {})]
-        executor = Executor("student", parts, None, self.device, budget)
-        states = self._pass("student", stale, lambda item: (item.student, None), partial)
-        for _ in states.run(executor, self.requests):
+        left = Budget(budget.device, max(0, budget.ram - streaming.needed(teacher.parts)))
+        executor = Executor("student", parts, None, self.device, left)
+        states = self._pass("student", stale, lambda item: (item.student, None), dtype, partial)
+        for _ in states.run(executor, self.requests.stop):
             pass
         del parts, executor
         if self.device.type == "cuda":
@@ -138,21 +149,28 @@ class Block:
 
         left = Budget(budget.device, budget.ram - states.kept.held)
         executor = Executor("teacher", teacher.parts, teacher.weights, self.device, left)
-        rows = self._pass("teacher", stale, lambda item: (item.teacher, teacher.rows), partial)
+        dtype = devices.dtype(self.options.teacher_dtype, self.device)
+        rows = self._pass("teacher", stale, lambda item: (item.teacher, teacher.rows), dtype, partial)
+
+        def stop() -> bool:
+            asked = self.requests.stop()
+            if asked:
+                states.kept.save()
+            return asked
+
         with ThreadPoolExecutor(1, "writer") as writer:
             written: Future | None = None
-            for number in rows.run(executor, self.requests):
-                made = self._collect(stale[number], states.take(number), rows.take(number))
+            for number in rows.run(executor, stop):
                 if written:
-                    written.result()  # one waits at most: a shard may be gigabytes
-                written = writer.submit(shards.write, stale[number].file, *made)
+                    written.result()  # one at most is in memory besides: a shard may be gigabytes
+                taken = states.take(number), rows.take(number)
+                written = writer.submit(shards.write, stale[number].file, *self._collect(stale[number], *taken))
+                del taken
             if written:
                 written.result()
         for shard in stale:
             if not shard.encoded:
                 shards.write(shard.file, [], self._header(shard), self._dims())
-            shard.file.with_suffix(".damaged").unlink(missing_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
 
     def _student_info(self) -> students.StudentInfo:
         """The student, checked against the pack before any teacher is looked at; and its tokenizer."""
@@ -210,7 +228,12 @@ class Block:
             )
 
     def _pass(
-        self, name: str, stale: list[Stale], read: Callable[[Encoded], tuple[list[int], int | None]], partial: Path
+        self,
+        name: str,
+        stale: list[Stale],
+        read: Callable[[Encoded], tuple[list[int], int | None]],
+        dtype: torch.dtype,
+        partial: Path,
     ) -> Pass:
         """The samples as a model reads them: ids, and the rows it makes of them (None: one for each id)."""
         items = []
@@ -219,7 +242,9 @@ class Block:
             for encoded in shard.encoded:
                 ids, rows = read(encoded)
                 items[-1].append(Item(encoded.sample.id, ids, rows or len(ids), len(ids) + (rows or 0)))
-        return Pass(name, items, [shard.inputs for shard in stale], self.tokens, partial / name)
+        # What "auto" means may be another number type on the device that goes on with a stopped block.
+        inputs = [digest([shard.inputs, str(dtype)]) for shard in stale]
+        return Pass(name, items, inputs, self.tokens, partial / name)
 
     def _collect(self, shard: Stale, student: Taken, teacher: Taken) -> tuple[Any, ...]:
         """The arguments of `shards.write` for a shard whose samples are all computed."""

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from trainer.devices import GIB, Budget
 from trainer.errors import TrainerError
-from trainer.files import read_json, write_json, written_whole
+from trainer.files import written_whole
 from trainer.job import log
 from trainer.weights import Weights
 
@@ -91,6 +91,11 @@ def check(parts: Sequence[Part], weights: Weights) -> None:
                 )
 
 
+def needed(parts: Sequence[Part]) -> int:
+    """Bytes of memory to stream these parts with one in work while the next one is read."""
+    return int(2 * max(part.bytes for part in parts) / _SHARE)
+
+
 class Activations:
     """The states of all batches of a block, each with the number of parts it has been through.
 
@@ -98,7 +103,7 @@ class Activations:
     """
 
     def __init__(self, states: Sequence[State], keys: Sequence[str], folder: Path) -> None:
-        """Start from these states, or from what an earlier job saved of the batches with these keys.
+        """Start from these states, or from what an earlier job left of the batches with these keys.
 
         Args:
             states: of each batch before the first part.
@@ -107,8 +112,9 @@ class Activations:
         """
         self.folder = folder
         self.levels = [0] * len(states)
+        self._keys = keys
         self._kept: list[State | Path] = list(states)
-        self._files = [folder / f"{key}.safetensors" for key in keys]
+        self._files: list[Path | None] = [None] * len(states)
         self._sizes = [0] * len(states)
         self._places = ["ram"] * len(states)
         self._room = {"device": 0, "ram": 0}
@@ -116,15 +122,15 @@ class Activations:
         self._restore()
 
     def _restore(self) -> None:
-        try:
-            levels = read_json(self.folder / "saved.json")
-        except TrainerError:
-            levels = {}
-        for number, file in enumerate(self._files):
-            if file.name in levels and file.exists():
-                self.levels[number], self._kept[number], self._places[number] = levels[file.name], file, "disk"
+        numbers = {key: number for number, key in enumerate(self._keys)}
         for file in self.folder.glob("*"):
-            if file not in self._kept:
+            key, _, level = file.name.removesuffix(".safetensors").rpartition("-")
+            number = numbers.get(key)
+            if number is not None and int(level) > self.levels[number]:
+                self.levels[number], self._kept[number], self._places[number] = int(level), file, "disk"
+                self._files[number] = file
+        for file in self.folder.glob("*"):
+            if file not in self._files:
                 file.unlink()
 
     def place(self, device: torch.device, device_room: int, ram_room: int) -> None:
@@ -148,15 +154,16 @@ class Activations:
     def put(self, number: int, level: int, state: State) -> None:
         """Keep the state of a batch that has been through `level` parts."""
         self.drop(number)
-        size = sum(tensor.nbytes for tensor in state.values())
         on_cpu = all(tensor.device.type == "cpu" for tensor in state.values())
-        place = next((p for p, room in self._room.items() if size <= room and not (on_cpu and p == "device")), "disk")
+        sizes = {"ram": sum(tensor.nbytes if on_cpu else _pinned(tensor.nbytes) for tensor in state.values())}
+        if not on_cpu:
+            sizes = {"device": sum(tensor.nbytes for tensor in state.values())} | sizes
+        place = next((place for place, size in sizes.items() if size <= self._room[place]), "disk")
         if place == "disk":
-            self._write(number, state)
-            self._kept[number] = self._files[number]
+            self._kept[number] = self._write(number, level, state)
         else:
-            self._room[place] -= size
-            self._sizes[number] = size
+            self._room[place] -= sizes[place]
+            self._sizes[number] = sizes[place]
             self._kept[number] = state if place == "device" else {name: _to_ram(it) for name, it in state.items()}
         self._places[number], self.levels[number] = place, level
 
@@ -168,16 +175,24 @@ class Activations:
 
     def save(self) -> None:
         """Leave all that was computed in `folder`, for the next job."""
-        for number, kept in enumerate(self._kept):
-            if self.levels[number] and not isinstance(kept, Path) and kept:
-                self._write(number, kept)
-                self._kept[number] = self._files[number]
-        saved = {file.name: level for file, level in zip(self._files, self.levels, strict=True) if file in self._kept}
-        write_json(self.folder / "saved.json", saved)
+        for number, (kept, level) in enumerate(zip(self._kept, self.levels, strict=True)):
+            if level and not isinstance(kept, Path) and kept:
+                self._kept[number] = self._write(number, level, kept)
 
-    def _write(self, number: int, state: State) -> None:
-        with written_whole(self._files[number]) as aside:
+    def _write(self, number: int, level: int, state: State) -> Path:
+        """The level is part of the name: whenever the job is killed, each file says what it is."""
+        file, before = self.folder / f"{self._keys[number]}-{level}.safetensors", self._files[number]
+        with written_whole(file) as aside:
             aside.write_bytes(safetensors.torch.save({name: it.cpu().contiguous() for name, it in state.items()}))
+        if before and before != file:
+            before.unlink()
+        self._files[number] = file
+        return file
+
+
+def _pinned(size: int) -> int:
+    """Bytes of main memory that torch takes for pinned memory of this size: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _to_ram(tensor: Tensor) -> Tensor:
@@ -224,7 +239,7 @@ class Executor:
             )
         self._largest = largest
         held = sum(sizes) if self.resident else self._rooms * largest
-        staged = 0 if on_cpu else 2 * largest
+        staged = 0 if on_cpu else 2 * _pinned(largest)
         self._free_device = 0 if on_cpu else room - held
         self._free_ram = max(0, room - held if on_cpu else int(_SHARE * budget.ram) - staged)
         # Modules that hold their values need no others.
