@@ -231,17 +231,17 @@ class Executor:
         self.resident = sum(sizes) <= room
         # Two: one computes while the other is filled.
         self._rooms = 2 if 2 * largest <= room else 1
-        if not self.resident and largest > room:
-            name = parts[sizes.index(largest)].name
-            raise TrainerError(
-                f"the part {name!r} of the teacher takes {largest / GIB:.1f} GiB, and {room / GIB:.1f} GiB of {device} "
-                f"are left for weights: raise precompute.{'ram' if on_cpu else 'gpu'}_gib, or free some memory"
-            )
         self._largest = largest
+        if not self.resident and largest > room:
+            raise self._too_large(room, "ram" if on_cpu else "gpu")
+        # What a GPU reads goes through pinned memory.
+        ram = int(_SHARE * budget.ram)
+        self.stagings = 2 if 2 * _pinned(largest) <= ram else 1
+        if weights and not on_cpu and _pinned(largest) > ram:
+            raise self._too_large(ram, "ram")
         held = sum(sizes) if self.resident else self._rooms * largest
-        staged = 0 if on_cpu else 2 * _pinned(largest)
         self._free_device = 0 if on_cpu else room - held
-        self._free_ram = max(0, room - held if on_cpu else int(_SHARE * budget.ram) - staged)
+        self._free_ram = max(0, room - held if on_cpu else ram - self.stagings * _pinned(largest))
         # Modules that hold their values need no others.
         self._loaded: dict[int, dict[str, Tensor]] = {} if weights else {level: {} for level in range(len(parts))}
         self._splits = 1
@@ -249,6 +249,14 @@ class Executor:
         how = "resident" if self.resident else f"streamed through {held / GIB:.2f} GiB"
         if weights:
             log.info("%s: %.2f GiB in %d parts, %s on %s", name, sum(sizes) / GIB, len(parts), how, device)
+
+    def _too_large(self, room: int, kind: str) -> TrainerError:
+        largest = max(self.parts, key=lambda part: part.bytes)
+        return TrainerError(
+            f"the part {largest.name!r} of the teacher takes {largest.bytes / GIB:.2f} GiB, and {room / GIB:.2f} GiB "
+            f"of {'main' if kind == 'ram' else 'GPU'} memory are left for weights: raise precompute.{kind}_gib, or "
+            "free some memory"
+        )
 
     @torch.no_grad()
     def run(
@@ -365,8 +373,9 @@ class _Stream:
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)
             self._copies.wait_stream(torch.cuda.current_stream(self.device))  # the memory may have been another's
-            self._staging = [torch.empty(executor._largest, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._staged: list[torch.cuda.Event | None] = [None, None]
+            size, count = executor._largest, executor.stagings
+            self._staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+            self._staged: list[torch.cuda.Event | None] = [None] * count
         self._thread = threading.Thread(target=self._fill_all, daemon=True, name="weights")
         self._thread.start()
 
@@ -406,7 +415,8 @@ class _Stream:
         if not self._copies:
             self._read(part, room.memory)
             return
-        staging, before = self._staging[number % 2], self._staged[number % 2]
+        slot = number % len(self._staging)
+        staging, before = self._staging[slot], self._staged[slot]
         if before:
             before.synchronize()
         self._read(part, staging)
@@ -414,7 +424,7 @@ class _Stream:
             if room.used:
                 self._copies.wait_event(room.used)
             room.memory[: part.bytes].copy_(staging[: part.bytes], non_blocking=True)
-            room.filled = self._staged[number % 2] = self._copies.record_event()
+            room.filled = self._staged[slot] = self._copies.record_event()
 
     def _read(self, part: Part, memory: Tensor) -> None:
         wanted, at = [], 0
