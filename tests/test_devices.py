@@ -51,6 +51,7 @@ def test_where_all_gpus_are_taken_the_freest_is_shared(two_gpus):
 
 def test_a_named_device_is_taken_as_it_is_and_an_unknown_one_refused(two_gpus):
     assert devices.pick("cuda:0").index == 0
+    assert devices.pick("cuda").index == 0  # torch sets no memory limit for a device without a number
     with pytest.raises(TrainerError, match="is not here"):
         devices.pick("cuda:2")
     with pytest.raises(TrainerError, match="is unknown"):

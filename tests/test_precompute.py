@@ -181,6 +181,15 @@ def test_out_of_memory_is_answered_with_smaller_batches(tmp_path, records, monke
     assert len(shards.Shard(file)) == 15
 
 
+def test_out_of_memory_outside_of_a_batch_is_told_in_words(tmp_path, records, monkeypatch):
+    def full(size, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(streaming, "_Room", full)
+    with pytest.raises(TrainerError, match=r"out of memory on cpu .* lower precompute\.gpu_gib"):
+        fill(tmp_path, records, prompts(8))
+
+
 def test_a_teacher_larger_than_its_memory_gives_the_same_shards(tmp_path, records):
     whole = fill(tmp_path / "whole", records, prompts(30))[0]
     # The largest part, the embeddings of 500 x 64 in f32, takes 0.12 MiB; all of it 0.5.
@@ -196,6 +205,49 @@ def test_a_streamed_block_that_was_stopped_between_two_layers_goes_on_there(tmp_
             fill(tmp_path / "stopped", records, prompts(30), stop_at=stop_at, **small)
     assert fill(tmp_path / "stopped", records, prompts(30), **small)[0].read_bytes() == plain
     assert not list((tmp_path / "stopped" / "shards").glob("*.partial"))
+
+
+def test_a_block_stopped_on_one_number_type_does_not_go_on_in_another(tmp_path, records, monkeypatch):
+    """`auto` may mean another one on the next device."""
+    auto = {"precompute": {"ram_gib": 0.4 / 1024, "teacher_dtype": "auto", "student_dtype": "auto"}}
+    monkeypatch.setattr(precompute.devices, "multiplies_bf16", lambda device: True)
+    plain = fill(tmp_path / "plain", records, prompts(60), **auto)[0].read_bytes()
+    monkeypatch.setattr(precompute.devices, "multiplies_bf16", lambda device: False)
+    with pytest.raises(TrainerError, match="what was computed is kept"):
+        fill(tmp_path / "stopped", records, prompts(60), stop_at=12, **auto)
+    monkeypatch.setattr(precompute.devices, "multiplies_bf16", lambda device: True)
+    assert fill(tmp_path / "stopped", records, prompts(60), **auto)[0].read_bytes() == plain
+
+
+def test_a_stop_in_the_teacher_keeps_what_the_student_computed(tmp_path, records, monkeypatch):
+    run, original = [], streaming.functional_call
+
+    def counted(module, weights, arguments):
+        run.append(type(module).__name__)
+        return original(module, weights, arguments)
+
+    monkeypatch.setattr(streaming, "functional_call", counted)
+    plain = fill(tmp_path / "plain", records, prompts(60))[0].read_bytes()
+    student = run.count("Student")
+    with pytest.raises(TrainerError, match="what was computed is kept"):
+        fill(tmp_path / "stopped", records, prompts(60), stop_at=student + 1)
+    run.clear()
+    assert fill(tmp_path / "stopped", records, prompts(60))[0].read_bytes() == plain
+    assert "Student" not in run
+
+
+def test_a_job_killed_after_its_last_shard_leaves_nothing_to_the_next(tmp_path, records):
+    file, _ = fill(tmp_path, records, prompts(8))
+    (tmp_path / "shards" / "0000.partial" / "teacher").mkdir(parents=True)
+    file.with_suffix(".damaged").touch()
+    fill(tmp_path, records, prompts(8))
+    assert sorted(path.suffix for path in file.parent.iterdir()) == [".safetensors", ".safetensors"]
+
+
+def test_student_states_make_way_for_the_teacher(tmp_path, records):
+    """All of them in memory would leave it too little."""
+    few = {"ram_gib": 0.3 / 1024}
+    assert len(shards.Shard(fill(tmp_path, records, prompts(200), precompute=few)[0])) == 100
 
 
 def test_a_student_of_another_width_is_refused_before_the_teacher_is_loaded(tmp_path, records, monkeypatch):

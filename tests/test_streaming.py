@@ -88,8 +88,23 @@ def test_what_does_not_fit_between_two_parts_waits_on_disk_and_comes_back_the_sa
     kept = Activations(states.__getitem__, [f"batch{n}" for n in range(len(states))], tmp_path / "b")
     watch = lambda number: seen.update(file.name for file in (tmp_path / "b").glob("*"))  # noqa: E731
     list(executor.run(kept, lambda n, state: state, lambda: False, watch))
-    assert {f"batch{n}.safetensors" for n in range(len(states))} <= seen
+    assert {
+        f"batch{n}-{level}.safetensors" for n in range(len(states)) for level in range(1, len(teacher.parts))
+    } <= seen
+    assert len(list((tmp_path / "b").glob("*"))) == len(states)
     assert all(torch.equal(kept.state(n)["rows"], rows) for n, rows in enumerate(whole))
+
+
+def test_states_of_a_gpu_count_in_ram_as_what_pinned_memory_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "_to_ram", lambda tensor: tensor)
+    kept = Activations(batches(1).__getitem__, ["a"], tmp_path)
+    kept.place(torch.device("meta"), 0, 200)
+    state = {"hidden": torch.empty(65, dtype=torch.uint8, device="meta")}
+    kept.put(0, 1, state)
+    assert kept.held == 128
+    kept.place(torch.device("meta"), 100, 200)
+    kept.put(0, 2, state)
+    assert kept.held == 0
 
 
 def test_memory_stays_within_the_budget(tmp_path):
@@ -155,7 +170,7 @@ def test_a_stopped_run_goes_on_at_the_batch_and_part_it_was_at(t5, tmp_path, mem
     for stop_at in (2, 1, 1):
         with pytest.raises(TrainerError, match="what was computed is kept"):
             run(teacher, tmp_path / "stopped", ram, counted(stop_at))
-        steps.append(sum(json.loads((tmp_path / "stopped" / "saved.json").read_text()).values()))
+        steps.append(sum(int(file.stem.partition("-")[2]) for file in (tmp_path / "stopped").glob("*")))
     assert steps == sorted(set(steps))
     rows, _ = run(teacher, tmp_path / "stopped", ram)
     assert all(map(torch.equal, rows, whole))
@@ -171,12 +186,36 @@ def test_what_was_saved_of_other_batches_is_not_used(t5, tmp_path):
     assert not list(tmp_path.glob("batch*"))
 
 
-def test_files_of_a_killed_run_are_not_taken_for_saved_ones(tmp_path):
-    """Only a run that was asked to stop says what its files are."""
-    (tmp_path / "a.safetensors").write_bytes(b"half")
+def test_a_half_written_file_of_a_killed_run_is_removed(tmp_path):
+    (tmp_path / ".a-1.safetensors.part").write_bytes(b"half")
     kept = Activations(batches(1).__getitem__, ["a"], tmp_path)
     assert kept.levels == [0]
-    assert not (tmp_path / "a.safetensors").exists()
+    assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize("room", [0, 1000])
+def test_what_a_stop_saved_survives_that_the_run_after_it_is_killed_anywhere(t5, tmp_path, room):
+    """With room for some states in memory and with none."""
+    teacher = teachers.load("t5", t5, torch.float32)
+    ram = int(2 * largest(teacher) / 0.75) + room
+    whole, _ = run(teacher, tmp_path / "whole", ram)
+    kept = tmp_path / "kept"
+    with pytest.raises(TrainerError, match="what was computed is kept"):
+        run(teacher, kept, ram, iter([False] * 12 + [True]).__next__)
+    for steps in (0, 1, 5):
+        looks = iter([False] * steps)
+
+        def die(looks=looks):
+            for answer in looks:
+                return answer
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(teacher, kept, ram, die)
+        levels = Activations(batches().__getitem__, [f"batch{n}" for n in range(5)], kept).levels
+        assert sum(levels) >= 12
+    rows, _ = run(teacher, kept, ram)
+    assert all(map(torch.equal, rows, whole))
 
 
 def test_an_error_while_reading_weights_ends_the_run(t5, tmp_path):
@@ -246,6 +285,14 @@ def test_large_tensors_are_converted_in_pieces(tmp_path, monkeypatch):
     out = torch.empty(350 * 4, dtype=torch.uint8)
     Weights(tmp_path).read([("t", torch.float32, out)])
     assert torch.equal(out.view(torch.float32).view(50, 7), stored.float())
+
+
+def test_of_two_indexes_that_of_the_weights_counts_not_that_of_a_variant(tmp_path):
+    for value, name in enumerate(("model", "model.fp16")):
+        save_file({"w": torch.full((2,), float(value))}, tmp_path / f"{name}.safetensors")
+        index = {"weight_map": {"w": f"{name}.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    assert Weights(tmp_path).tensor("w").tolist() == [0, 0]
 
 
 def test_components_of_a_snapshot_keep_their_folder_in_the_name(tmp_path):

@@ -213,6 +213,14 @@ def test_broken_snapshots_are_refused(t5: Path, bert: Path, tmp_path: Path) -> N
     assert "the T5 tokenizer in" in refusal("t5", tmp_path / "t5")
 
 
+def test_a_config_with_a_value_of_another_type_is_refused(t5: Path, tmp_path: Path) -> None:
+    for file in t5.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((t5 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_layers": "many"}))
+    assert "config.json cannot be used" in refusal("t5", tmp_path)
+
+
 def test_pickled_weights_are_never_read(t5: Path, tmp_path: Path) -> None:
     for file in t5.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())

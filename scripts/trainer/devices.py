@@ -54,7 +54,7 @@ def pick(setting: str) -> torch.device:
         raise TrainerError(f"device {setting!r} is unknown: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= count:
         raise TrainerError(f"device {setting!r} is not here ({count} CUDA devices found): use auto or cpu")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _claim(name: str) -> bool:

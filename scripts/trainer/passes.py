@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.control import Requests
 from trainer.files import digest
 from trainer.job import Progress
 from trainer.shards import Moments
@@ -67,7 +66,7 @@ class Pass:
             for index, item in enumerate(items)
         }
 
-    def run(self, executor: Executor, requests: Requests) -> Iterator[int]:
+    def run(self, executor: Executor, stop: Callable[[], bool]) -> Iterator[int]:
         """Go through the model; gives the number of each shard whose items are done, in order.
 
         Raises:
@@ -77,7 +76,7 @@ class Pass:
         sizes = [len(items) / len(executor.parts) for _, items in self.batches]
         progress = Progress(f"{self.name} on {executor.device}", self.count, self.unit)
         progress.skip(sum(level * size for level, size in zip(self.kept.levels, sizes, strict=True)))
-        done = executor.run(self.kept, self._finish, requests.stop, lambda number: progress.update(sizes[number]))
+        done = executor.run(self.kept, self._finish, stop, lambda number: progress.update(sizes[number]))
         for number in done:
             shard = self.batches[number][0]
             if number + 1 == len(self.batches) or self.batches[number + 1][0] != shard:

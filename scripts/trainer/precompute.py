@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer import corpus_files, devices, packs, shards, students, teachers, tokenization
+from trainer import corpus_files, devices, packs, shards, streaming, students, teachers, tokenization
 from trainer.config import Settings
 from trainer.control import Requests
 from trainer.corpus_files import Sample
@@ -140,11 +140,21 @@ class Block:
             if not shard.samples:
                 self._write(shard, [])
         stale = [shard for shard in stale if shard.samples]
+        partial = output.with_suffix(".partial")
         if stale:
             self.folder = corpus.parent / "images"
-            self._make(stale, output.with_suffix(".partial"))
+            try:
+                self._make(stale, partial)
+            except torch.OutOfMemoryError:  # where no smaller batch would help: models and weights
+                raise TrainerError(
+                    f"out of memory on {self.device} while models were loaded or rows kept: free some of its memory, "
+                    "lower precompute.gpu_gib or precompute.batch_tokens, or set precompute.device to another one"
+                ) from None
         else:
             log.info("all %d shards are there and right", each)
+        shutil.rmtree(partial, ignore_errors=True)
+        for file in files:
+            file.with_suffix(".damaged").unlink(missing_ok=True)
         return self.made_from | {"of": blocks * each, "shards": [_entry(file) for file in files]}
 
     def _make(self, stale: list[Stale], partial: Path) -> None:
@@ -162,20 +172,22 @@ class Block:
         try:
             for step in steps[:-1]:
                 # What waits for the models behind it leaves them most of the memory.
-                for _ in self._run(step, budget, int(_SHARE_OF_RESULTS * budget.ram)):
+                room = min(int(_SHARE_OF_RESULTS * budget.ram), budget.ram - streaming.needed(self.teacher.parts))
+                for _ in self._run(step, budget, max(0, room)):
                     pass
                 budget = Budget(budget.device, budget.ram - step.run.kept.held)
             with ThreadPoolExecutor(1, "writer") as writer:
                 written: Future | None = None
                 for number in self._run(steps[-1], budget):
+                    if written:
+                        written.result()  # one at most is in memory besides: a shard may be gigabytes
                     shard = stale[number]
                     made = self._collect(shard, number, [step.run for step in steps])
                     for id, reason in shard.skipped:
                         log.info("skipped sample %s: %s", id, reason)
                     self._refuse_too_many(shard)
-                    if written:
-                        written.result()  # one waits at most: a shard may be gigabytes
                     written = writer.submit(self._write, shard, *made)
+                    del made
                 if written:
                     written.result()
         except StoppedError:
@@ -185,13 +197,11 @@ class Block:
         for shard in stale:
             if not shard.encoded:
                 self._write(shard, [])
-            shard.file.with_suffix(".damaged").unlink(missing_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
 
     def _run(self, step: Step, budget: Budget, keep: int | None = None) -> Iterator[int]:
         """Go through one model; gives the number of each shard that it is done with."""
         executor = Executor(step.run.name, step.parts(), step.weights, self.device, budget, keep)
-        yield from step.run.run(executor, self.requests)
+        yield from step.run.run(executor, self.requests.stop)
         del executor
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -257,6 +267,12 @@ class Block:
                 ": look at the prompts, or raise precompute.max_bad_fraction"
             )
 
+    def _inputs(self, stale: list[Stale]) -> list[str]:
+        """What a partial result of each shard depends on: what "auto" means may differ on another device."""
+        options = self.options
+        kinds = [str(devices.dtype(it, self.device)) for it in (options.teacher_dtype, options.student_dtype)]
+        return [digest([shard.inputs, *kinds]) for shard in stale]
+
     def _steps(self, student: Callable[[], list[Part]], stale: list[Stale], partial: Path) -> list[Step]:
         """The models in their order; the last one is the teacher, behind which shards are written."""
 
@@ -265,7 +281,7 @@ class Block:
             return RowsPass(
                 name,
                 items,
-                [shard.inputs for shard in stale],
+                self._inputs(stale),
                 self.tokens,
                 partial / name,
                 lambda batch: padded([read(encoded) for encoded in batch]),

@@ -137,7 +137,7 @@ class PictureBlock(Block):
             self._add(shard, sample, Encoded(sample, number, prompt, own, supervised), len(prompt.ids))
 
     def _steps(self, student: Callable[[], list[Part]], stale: list[Stale], partial: Path) -> list[Step]:
-        inputs = [shard.inputs for shard in stale]
+        inputs = self._inputs(stale)
         views = [{view.id: view for it in shard.encoded for view in it.views} for shard in stale]
         items = [[Item(id, view.patches, view) for id, view in own.items()] for own in views]
         tower = Pass("tower", items, inputs, self.tokens, partial / "tower", self._seen)

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from trainer.devices import GIB, Budget
 from trainer.errors import TrainerError
-from trainer.files import read_json, write_json, written_whole
+from trainer.files import written_whole
 from trainer.job import log
 from trainer.weights import Weights
 
@@ -100,6 +100,11 @@ def check(parts: Sequence[Part], weights: Weights) -> None:
                 )
 
 
+def needed(parts: Sequence[Part]) -> int:
+    """Bytes of memory to stream these parts with one in work while the next one is read."""
+    return int(2 * max(part.bytes for part in parts) / _SHARE)
+
+
 class Activations:
     """The states of all batches of a block, each with the number of parts it has been through.
 
@@ -108,7 +113,7 @@ class Activations:
     """
 
     def __init__(self, make: Callable[[int], State], keys: Sequence[str], folder: Path) -> None:
-        """Start from what is made, or from what an earlier job saved of the batches with these keys.
+        """Start from what is made, or from what an earlier job left of the batches with these keys.
 
         Args:
             make: the state of a batch before the first part, by its number; called in threads.
@@ -117,11 +122,12 @@ class Activations:
         """
         self.folder = folder
         self.levels = [0] * len(keys)
+        self._keys = keys
         self._make = make
         self._makers = ThreadPoolExecutor(_AHEAD, "batches")
         self._making: dict[int, Future[State]] = {}
         self._kept: list[State | Path | None] = [None] * len(keys)  # None: to be made
-        self._files = [folder / f"{key}.safetensors" for key in keys]
+        self._files: list[Path | None] = [None] * len(keys)
         self._sizes = [0] * len(keys)
         self._places = ["ram"] * len(keys)
         self._room = {"device": 0, "ram": 0}
@@ -129,15 +135,15 @@ class Activations:
         self._restore()
 
     def _restore(self) -> None:
-        try:
-            levels = read_json(self.folder / "saved.json")
-        except TrainerError:
-            levels = {}
-        for number, file in enumerate(self._files):
-            if file.name in levels and file.exists():
-                self.levels[number], self._kept[number], self._places[number] = levels[file.name], file, "disk"
+        numbers = {key: number for number, key in enumerate(self._keys)}
         for file in self.folder.glob("*"):
-            if file not in self._kept:
+            key, _, level = file.name.removesuffix(".safetensors").rpartition("-")
+            number = numbers.get(key)
+            if number is not None and int(level) > self.levels[number]:
+                self.levels[number], self._kept[number], self._places[number] = int(level), file, "disk"
+                self._files[number] = file
+        for file in self.folder.glob("*"):
+            if file not in self._files:
                 file.unlink()
 
     def place(self, device: torch.device, device_room: int, ram_room: int) -> None:
@@ -181,42 +187,46 @@ class Activations:
 
     def put(self, number: int, level: int, state: State) -> None:
         """Keep the state of a batch that has been through `level` parts."""
-        self._forget(number)
-        size = sum(tensor.nbytes for tensor in state.values())
+        self.drop(number)
         on_cpu = all(tensor.device.type == "cpu" for tensor in state.values())
-        place = next((p for p, room in self._room.items() if size <= room and not (on_cpu and p == "device")), "disk")
+        sizes = {"ram": sum(tensor.nbytes if on_cpu else _pinned(tensor.nbytes) for tensor in state.values())}
+        if not on_cpu:
+            sizes = {"device": sum(tensor.nbytes for tensor in state.values())} | sizes
+        place = next((place for place, size in sizes.items() if size <= self._room[place]), "disk")
         if place == "disk":
-            self._write(number, state)
-            self._kept[number] = self._files[number]
+            self._kept[number] = self._write(number, level, state)
         else:
-            self._room[place] -= size
-            self._sizes[number] = size
+            self._room[place] -= sizes[place]
+            self._sizes[number] = sizes[place]
             self._kept[number] = state if place == "device" else {name: _to_ram(it) for name, it in state.items()}
         self._places[number], self.levels[number] = place, level
 
     def drop(self, number: int) -> None:
-        """Forget the state of a batch."""
-        if isinstance(kept := self._kept[number], Path):
-            kept.unlink()
-        self._forget(number)
-
-    def _forget(self, number: int) -> None:
+        """Forget the state of a batch. A file of it stays: what became of it may not be written yet."""
         if self._places[number] in self._room:
             self._room[self._places[number]] += self._sizes[number]
         self._kept[number], self._sizes[number] = {}, 0
 
     def save(self) -> None:
         """Leave all that was computed in `folder`, for the next job."""
-        for number, kept in enumerate(self._kept):
-            if self.levels[number] and not isinstance(kept, Path) and kept:
-                self._write(number, kept)
-                self._kept[number] = self._files[number]
-        saved = {file.name: level for file, level in zip(self._files, self.levels, strict=True) if file in self._kept}
-        write_json(self.folder / "saved.json", saved)
+        for number, (kept, level) in enumerate(zip(self._kept, self.levels, strict=True)):
+            if level and not isinstance(kept, Path) and kept:
+                self._kept[number] = self._write(number, level, kept)
 
-    def _write(self, number: int, state: State) -> None:
-        with written_whole(self._files[number]) as aside:
+    def _write(self, number: int, level: int, state: State) -> Path:
+        """The level is part of the name: whenever the job is killed, each file says what it is."""
+        file, before = self.folder / f"{self._keys[number]}-{level}.safetensors", self._files[number]
+        with written_whole(file) as aside:
             aside.write_bytes(safetensors.torch.save({name: it.cpu().contiguous() for name, it in state.items()}))
+        if before and before != file:
+            before.unlink()
+        self._files[number] = file
+        return file
+
+
+def _pinned(size: int) -> int:
+    """Bytes of main memory that torch takes for pinned memory of this size: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _to_ram(tensor: Tensor) -> Tensor:
@@ -262,17 +272,17 @@ class Executor:
         self.resident = sum(sizes) <= room
         # Two: one computes while the other is filled.
         self._rooms = 2 if 2 * largest <= room else 1
-        if not self.resident and largest > room:
-            name = parts[sizes.index(largest)].name
-            raise TrainerError(
-                f"the part {name!r} of the teacher takes {largest / GIB:.1f} GiB, and {room / GIB:.1f} GiB of {device} "
-                f"are left for weights: raise precompute.{'ram' if on_cpu else 'gpu'}_gib, or free some memory"
-            )
         self._largest = largest
+        if not self.resident and largest > room:
+            raise self._too_large(room, "ram" if on_cpu else "gpu")
+        # What a GPU reads goes through pinned memory.
+        ram = int(_SHARE * budget.ram)
+        self.stagings = 2 if 2 * _pinned(largest) <= ram else 1
+        if weights and not on_cpu and _pinned(largest) > ram:
+            raise self._too_large(ram, "ram")
         held = sum(sizes) if self.resident else self._rooms * largest
-        staged = 0 if on_cpu else 2 * largest
         self._free_device = 0 if on_cpu else room - held
-        self._free_ram = max(0, room - held if on_cpu else int(_SHARE * budget.ram) - staged)
+        self._free_ram = max(0, room - held if on_cpu else ram - self.stagings * _pinned(largest))
         if keep is not None:
             self._free_ram = min(self._free_ram, keep)
         # Modules that hold their values need no others.
@@ -282,6 +292,14 @@ class Executor:
         how = "resident" if self.resident else f"streamed through {held / GIB:.2f} GiB"
         if weights:
             log.info("%s: %.2f GiB in %d parts, %s on %s", name, sum(sizes) / GIB, len(parts), how, device)
+
+    def _too_large(self, room: int, kind: str) -> TrainerError:
+        largest = max(self.parts, key=lambda part: part.bytes)
+        return TrainerError(
+            f"the part {largest.name!r} of the teacher takes {largest.bytes / GIB:.2f} GiB, and {room / GIB:.2f} GiB "
+            f"of {'main' if kind == 'ram' else 'GPU'} memory are left for weights: raise precompute.{kind}_gib, or "
+            "free some memory"
+        )
 
     @torch.no_grad()
     def run(
@@ -399,8 +417,9 @@ class _Stream:
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)
             self._copies.wait_stream(torch.cuda.current_stream(self.device))  # the memory may have been another's
-            self._staging = [torch.empty(executor._largest, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._staged: list[torch.cuda.Event | None] = [None, None]
+            size, count = executor._largest, executor.stagings
+            self._staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+            self._staged: list[torch.cuda.Event | None] = [None] * count
         self._thread = threading.Thread(target=self._fill_all, daemon=True, name="weights")
         self._thread.start()
 
@@ -440,7 +459,8 @@ class _Stream:
         if not self._copies:
             self._read(part, room.memory)
             return
-        staging, before = self._staging[number % 2], self._staged[number % 2]
+        slot = number % len(self._staging)
+        staging, before = self._staging[slot], self._staged[slot]
         if before:
             before.synchronize()
         self._read(part, staging)
@@ -448,7 +468,7 @@ class _Stream:
             if room.used:
                 self._copies.wait_event(room.used)
             room.memory[: part.bytes].copy_(staging[: part.bytes], non_blocking=True)
-            room.filled = self._staged[number % 2] = self._copies.record_event()
+            room.filled = self._staged[slot] = self._copies.record_event()
 
     def _read(self, part: Part, memory: Tensor) -> None:
         wanted, at = [], 0

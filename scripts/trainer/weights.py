@@ -137,8 +137,9 @@ class Weights:
 
 def _files(folder: Path) -> list[Path]:
     try:
-        # With an index, only what it names counts: other files may lie beside it.
-        for index in sorted(folder.glob("*.safetensors.index.json")):
+        # With an index, only what it names counts: other files may lie beside it. The shortest name is that of the
+        # weights themselves; variants add to it, such as model.fp16.safetensors.index.json.
+        for index in sorted(folder.glob("*.safetensors.index.json"), key=lambda index: (len(index.name), index.name)):
             return sorted(
                 {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
             )

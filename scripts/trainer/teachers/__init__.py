@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
@@ -87,7 +88,7 @@ def read_config(kind: type[PretrainedConfig], path: Path) -> PretrainedConfig:
     try:
         values, _ = kind.get_config_dict(str(path), local_files_only=True)
         config = kind.from_dict(values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise TrainerError(f"{path / 'config.json'} cannot be used ({reason}); get the teacher again") from error
     if values.get("model_type", kind.model_type) != kind.model_type:
