@@ -13,6 +13,7 @@ While it runs, a job leaves `control/<job>.progress.json` in the run's folder, w
 
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -36,8 +37,9 @@ class _Announcement:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
-        self.last = -self.EVERY
+        self.last = -math.inf
         self.tell({})
+        self.last = -math.inf  # what it has to tell first is told at once
 
     def tell(self, values: dict[str, Any]) -> None:
         self.values |= values

@@ -127,7 +127,7 @@ class _Run:
     # -- stages --------------------------------------------------------------------------------------------------------
 
     def stages(self) -> list[Values]:
-        """All stages; one whose forerunner is not done is not done either."""
+        """All stages. From precompute on, one whose forerunners are not done is not done either."""
         expected = self.expected()
         found, earlier = [], True
         for name in STAGES:
@@ -159,14 +159,13 @@ class _Run:
         there = [file for file in (self.folder / "materials").glob("*.json") if not file.name.endswith(".lock.json")]
         if needed is not None:
             there = [file for file in there if file.stem in needed]
-        summary = (self.folder / "materials.json").exists()
-        complete = summary and (needed is None or len(there) == len(needed))
+        complete = (self.folder / "materials.json").exists() if needed is None else len(there) == len(needed)
         return {"done": len(there), "total": needed and len(needed), "unit": "materials", "complete": complete}
 
     def _corpus(self, earlier: bool) -> Values:
         done = self.samples()
         total = done or (self.settings and int(estimate(self.settings, Machine("any", 1, 1)).samples))
-        return {"done": done or 0, "total": total, "unit": "samples", "complete": earlier and bool(done)}
+        return {"done": done or 0, "total": total, "unit": "samples", "complete": bool(done)}
 
     def _precompute(self, earlier: bool) -> Values:
         done = sum(len(shards) for _, _, shards in self.blocks())
@@ -188,8 +187,8 @@ class _Run:
         done = meta.get("step", 0) if all(made_from.get(key) == value for key, value in wanted.items()) else 0
         total = self._json("settings/plan.json").get("steps")
         for job in self.running:
-            if job["name"] == "train" and job["total"]:
-                done, total = int(job["done"]), job["total"]
+            if job["name"] == "train" and job["total"] and job["done"] is not None:
+                done, total = int(job["done"]), int(job["total"])
         ended = (self.folder / "trained.safetensors").exists() and done >= (total or 0)
         return {"done": done, "total": total, "unit": "steps", "complete": earlier and ended}
 
@@ -538,7 +537,7 @@ def _details(status: Values) -> Iterator[tuple[str, str]]:
 
 def _of_job(job: Values, now: float) -> Iterator[str]:
     yield f"{job['name']} (process {job['pid']} on {job['host']})"
-    if job["total"]:
+    if job["total"] and job["done"] is not None:
         yield f"{job['what']}: {_progress(job)}"
     if job["rate"]:
         yield f"{job['rate']:.3g} {job['unit']}/s"

@@ -1,0 +1,8 @@
+"""Say what this machine lacks for a run."""
+
+from trainer import config, doctor
+from trainer.job import job
+
+with job(snakemake.log[0]):
+    settings = config.load(snakemake.params.settings)
+    doctor.tell(doctor.checks(settings, snakemake.params.block_mb * 10**6))
