@@ -9,7 +9,7 @@ rule doctor:
     params:
         settings=settings.model_dump(),
         block_mb=BLOCK_MB,
-    threads: workflow.cores
+    threads: 8
     resources:
         mem_mb=4000,
         runtime="10m",

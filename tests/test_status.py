@@ -229,11 +229,12 @@ def test_a_process_that_is_gone_was_killed_and_one_on_another_host_is_not_known(
     gone.wait()
     announced(folder, "corpus", pid=gone.pid)
     announced(folder, "precompute-train-0001", host="node7", pid=1)
+    announced(folder, "precompute-train-0002", host="node7", pid=1, what="teacher", updated=time.time() - 4000)
     announced(folder, "evaluate", started=time.time() - 10**8)  # this process has got the number of another one
     found = {entry["name"]: entry["alive"] for entry in checked(folder)["jobs"]}
-    assert found == {"corpus": False, "precompute-train-0001": None, "evaluate": False}
+    assert found == {"corpus": False, "precompute-train-0001": None, "precompute-train-0002": False, "evaluate": False}
     assert "corpus" not in [p["job"] for p in checked(folder)["problems"]]  # it is there: made again since
-    assert [p["job"] for p in checked(folder)["problems"]] == ["evaluate"]
+    assert [p["job"] for p in checked(folder)["problems"]] == ["evaluate", "precompute-train-0002"]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,8 @@ def test_the_time_left_for_blocks_is_what_the_ones_before_took(tmp_path):
     settings.corpus.n_train = 800  # 4 blocks and 1
     config.write_stage_settings(settings)
     folder = tmp_path / "demo"
-    (folder / "shards" / "train").mkdir(parents=True)
+    (folder / "shards" / "train" / "0001.partial").mkdir(parents=True)
+    (folder / "shards" / "train" / "of-others.safetensors").write_bytes(bytes(9))
     for name in ("0000.json", "0000-00.safetensors", "0000-01.safetensors", "0001-00.safetensors"):
         (folder / "shards" / "train" / name).write_bytes(bytes(1000))
     (folder / "benchmarks").mkdir()

@@ -9,8 +9,9 @@
     state      running, finished, failed, stopped or waiting
     stages     in order: name; state (running, done, failed, stopped, waiting); done and total, in `unit`; rate in units
                a second and eta_s, the seconds left, while it runs; used_bytes; needed_bytes, what it has yet to write
-    jobs       that run or were killed: name; stage; pid; host; alive (null on another host); started; updated;
-               what, done, total, unit and rate as the job tells them; eta_s of what it is at
+    jobs       that run or were killed: name; stage; pid; host; alive (null on another host, false after an hour without
+               progress there); started; updated; what, done, total, unit and rate as the job tells them; eta_s of what
+               it is at
     metrics    train and val: the newest row of each in training, val with `best_cos`; evaluation: of the exported file
     disk       used_bytes of the run and its exported files, needed_bytes, free_bytes where the run is
     problems   jobs whose last try did not succeed: job; stage; time; kind (error, bug, killed, stopped); message
@@ -29,6 +30,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ STAGES = ("materials", "corpus", "precompute", "train", "export", "evaluate", "r
 _STAGE_OF = {"material": "materials", "seed_table": "precompute", "companion": "export"}
 _TRAIN = ("loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s")
 _VAL = ("val_cos", "val_rel_mse")
+_SILENCE = 3600.0
 _LINE = re.compile(r"^\d\d:\d\d:\d\d  (.*)$", re.MULTILINE)
 
 Values = dict[str, Any]
@@ -134,9 +137,9 @@ class _Run:
             stage = {
                 "name": name,
                 "state": "waiting",
+                **getattr(self, f"_{name}")(earlier),
                 "rate": None,
                 "eta_s": None,
-                **getattr(self, f"_{name}")(earlier),
             }
             complete = stage.pop("complete")
             jobs = [job for job in self.running if job["stage"] == name]
@@ -168,17 +171,10 @@ class _Run:
         return {"done": done or 0, "total": total, "unit": "samples", "complete": bool(done)}
 
     def _precompute(self, earlier: bool) -> Values:
-        done = sum(len(shards) for _, _, shards in self.blocks())
-        total = None
-        if self.settings:
-            total = self.settings.precompute.block_shards * len(list(self.blocks()))
-        index = (self.folder / "shards.json").exists()
-        return {
-            "done": done,
-            "total": total,
-            "unit": "shards",
-            "complete": earlier and index and done == (total or done),
-        }
+        done = sum(len(shards) for _, shards in self.blocks)
+        total = self.settings and self.settings.precompute.block_shards * len(self.blocks)
+        complete = earlier and (self.folder / "shards.json").exists() and done == (total or done)
+        return {"done": done, "total": total, "unit": "shards", "complete": complete}
 
     def _train(self, earlier: bool) -> Values:
         meta = _meta(self.folder / "checkpoints" / "state.safetensors")
@@ -217,38 +213,37 @@ class _Run:
         blocks = [job for job in jobs if job["name"].startswith("precompute-")]
         if not blocks:
             return None, None
-        took = [seconds for _, ended, _ in self.blocks() if ended and (seconds := self._took(ended)) is not None]
-        left = []
-        for job in blocks:
-            ran = self.now - (job["started"] or self.now)
-            eta = job["eta_s"] if str(job["what"]).startswith("teacher") else None  # the student's pass is the first
-            if took:
-                left.append(max(eta or 0, sum(took) / len(took) - ran))
-            elif eta is not None:
-                took = [ran + eta]
-                left.append(eta)
-            else:
-                return None, None
-        seconds = sum(took) / len(took)
-        waiting = sum(not ended for _, ended, _ in self.blocks()) - len(blocks)
-        rate = self.settings.precompute.block_shards * len(blocks) / max(seconds, 1e-9)
-        return rate, max(left) + seconds * math.ceil(max(waiting, 0) / len(blocks))
+        ran = [self.now - (job["started"] or self.now) for job in blocks]
+        # The student's pass is the first: what is left of it says nothing of the block.
+        left = [job["eta_s"] if str(job["what"]).startswith("teacher") else None for job in blocks]
+        took = [seconds for ended, _ in self.blocks if ended and (seconds := self._took(ended)) is not None]
+        took = took or [past + eta for past, eta in zip(ran, left, strict=True) if eta is not None]
+        if not took:
+            return None, None
+        seconds = max(sum(took) / len(took), 1e-9)
+        last = max(max(eta or 0, seconds - past) for past, eta in zip(ran, left, strict=True))
+        waiting = sum(not ended for ended, _ in self.blocks) - len(blocks)
+        rate = self.settings.precompute.block_shards * len(blocks) / seconds
+        return rate, last + seconds * math.ceil(max(waiting, 0) / len(blocks))
 
-    def blocks(self) -> Iterator[tuple[str, Path | None, list[Path]]]:
-        """Every block of the plan, or that is there: its name, its list if it is done, and its shards."""
+    @cached_property
+    def blocks(self) -> list[tuple[Path | None, list[Path]]]:
+        """Every block of the plan, or else that is there: its list if it is done, and its shards."""
+        found = []
         for split in ("train", "val"):
             place = self.folder / "shards" / split
-            shards = [file for file in place.glob("*-*.safetensors") if not file.name.startswith(".")]
+            shards = list(place.glob("[0-9][0-9][0-9][0-9]-[0-9][0-9].safetensors"))
             if self.settings:
                 numbers = [f"{number:04d}" for number in range(self.settings.blocks(split))]
                 each = self.settings.precompute.block_shards
-                shards = [file for file in shards if int(file.stem.partition("-")[2]) < each]
+                shards = [file for file in shards if int(file.stem[-2:]) < each]
             else:
-                numbers = sorted({file.name.partition("-")[0] for file in shards})
+                numbers = sorted({file.name[:4] for file in shards})
             for number in numbers:
                 ended = place / f"{number}.json"
-                mine = [file for file in shards if file.name.startswith(f"{number}-")]
-                yield f"{split}-{number}", ended if ended.exists() else None, mine
+                mine = [file for file in shards if file.name[:4] == number]
+                found.append((ended if ended.exists() else None, mine))
+        return found
 
     def _took(self, ended: Path) -> float | None:
         """Seconds that the job of a block took."""
@@ -306,11 +301,11 @@ class _Run:
         if not self.settings:
             return None
         samples = self.samples()
-        shards = [file for _, _, files in self.blocks() for file in files]
+        shards = [file for _, files in self.blocks for file in files]
         known = estimate(self.settings, Machine("any", 1, 1), samples)
         if not shards:
             return known
-        total = len(list(self.blocks())) * self.settings.precompute.block_shards
+        total = len(self.blocks) * self.settings.precompute.block_shards
         return estimate(
             self.settings, Machine("any", 1, 1), samples, _size(shards) / len(shards) * total / known.samples
         )
@@ -354,9 +349,10 @@ class _Run:
                 told.add(log.stem)
                 yield self._problem(log.stem, _time(log), *ending)
         for name in sorted(killed.keys() - told):
-            who = f"process {killed[name]['pid']} on {killed[name]['host']}"
-            message = f"{who} is gone without a word: it was killed, perhaps for want of memory"
-            yield self._problem(name, killed[name]["updated"], "killed", message)
+            job = killed[name]
+            gone = "is gone without a word" if job["host"] == socket.gethostname() else "has said nothing for an hour"
+            message = f"process {job['pid']} on {job['host']} {gone}: it was killed, perhaps for want of memory"
+            yield self._problem(name, job["updated"], "killed", message)
 
     def _problem(self, job: str, when: float | None, kind: str, message: str) -> Values:
         return {"job": job, "stage": _stage(job), "time": when, "kind": kind, "message": message}
@@ -386,7 +382,8 @@ def _told(folder: Path) -> dict[str, Values]:
         except (OSError, ValueError):
             continue  # it ended just now
         name = file.name.removesuffix(".json").removesuffix(".progress")
-        found[name] = found.get(name, {}) | values
+        if isinstance(values, dict):
+            found[name] = found.get(name, {}) | values
     return found
 
 
@@ -403,7 +400,8 @@ def _job(name: str, values: Values) -> Values:
 def _alive(values: Values) -> bool | None:
     """Whether a process lives; None where that cannot be seen."""
     if values.get("host") != socket.gethostname() or "pid" not in values:
-        return None
+        counts = "what" in values  # a job that has nothing to count is silent
+        return False if counts and time.time() - values.get("updated", math.inf) > _SILENCE else None
     try:
         process = psutil.Process(values["pid"])
         # A process that was started after the job is another one with its number.
@@ -417,9 +415,12 @@ def _alive(values: Values) -> bool | None:
 
 def _ending(log: Path) -> tuple[str, str] | None:
     """Kind and message of the error that a log ends with."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 65536))
-        text = file.read().decode("utf-8", "replace")
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            text = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:  # its job was started again just now
+        return None
     lines = _LINE.findall(text)
     last = lines[-1] if lines else ""
     if last.startswith("error: "):
@@ -448,7 +449,7 @@ def _meta(checkpoint: Path) -> Values:
         with open(checkpoint, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         return json.loads(header["__metadata__"]["trainer"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
 
 
