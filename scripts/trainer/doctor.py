@@ -206,8 +206,10 @@ class _Doctor:
             what = "the largest part of the teacher" if largest >= student else "the student"
             change = "free memory" if on_cpu else "free GPU memory, or set precompute: {device: cpu}"
             return _problem(f"{title}, and {what} takes {_gb(max(largest, student))}; {change}, or raise {more}")
-        if not on_cpu and largest > _WEIGHTS * budget.ram:
-            return _problem(f"{title}, but a part of the teacher, {_gb(largest)}, does not fit into main memory")
+        pinned = 1 << largest.bit_length()  # what torch takes of main memory to copy a part from
+        if not on_cpu and pinned > _WEIGHTS * budget.ram:
+            least = f"{_gb(pinned / _WEIGHTS)} of main memory are needed to copy a part of the teacher"
+            return _problem(f"{title}, but {least}, not {_gb(budget.ram)}; free some, or raise precompute.ram_gib")
         if whole > room:
             faster = f"it is read once a block; {_gb(whole / _WEIGHTS / 0.9)} free would hold it"
             return _note(f"{title}, and the teacher of {_gb(whole)} is streamed through them: {faster}")
@@ -269,7 +271,8 @@ class _Doctor:
     def _measured(self) -> tuple[Estimate, str]:
         """Estimates from prompts that are tokenized here, or from the pack's averages where that cannot be."""
         texts, samples = self._prompts()
-        if not (texts and self.teacher and self.student):
+        models = materials.ids(self.settings, role=("teacher", "student", "tokenizer"))
+        if not (texts and self.teacher and self.student and all(map(self.places.get, models))):
             return estimate(self.settings, _ANY, samples), "for prompts of average length"
         shape, template = self.settings.adapter, self.pack.template
         tokenizer = tokenization.student_tokenizer(self.student.path, self.places.get("tokenizer"))
