@@ -28,6 +28,7 @@ RUN = settings.folder
 
 localrules:
     all,
+    doctor,
     material,
     materials,
     precompute,
@@ -41,6 +42,7 @@ include: "rules/train.smk"
 include: "rules/export.smk"
 include: "rules/evaluate.smk"
 include: "rules/report.smk"
+include: "rules/doctor.smk"
 
 
 rule all:

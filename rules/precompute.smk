@@ -5,6 +5,8 @@ BLOCKS = {
     split: [f"{RUN}/shards/{split}/{number:04d}.json" for number in range(settings.blocks(split))]
     for split in ("train", "val")
 }
+# Main memory that a block may use.
+BLOCK_MB = 24000
 MODELS = expand(
     f"{RUN}/materials/{{id}}.json",
     id=materials.ids(settings, role=("teacher", "student", "tokenizer")),
@@ -37,7 +39,7 @@ rule precompute_block:
     threads: 8
     resources:
         gpu=1,
-        mem_mb=24000,
+        mem_mb=BLOCK_MB,
         runtime="8h",
     conda:
         "../envs/gguf-trainer.yaml"

@@ -413,6 +413,8 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
             "teacher": settings.precompute.teacher,
             **settings.adapter.model_dump(include={"student_dim", "vision_dim"}),
         }
+    # No rule's input: what `trainer.status` knows the run by. Relative paths are of that folder.
+    stages["run"] = {"folder": str(Path.cwd()), "settings": settings.model_dump(mode="json")}
     if settings.adapter.vocabulary:
         stages["seed_table"] = {
             "pack": settings.pack,

@@ -34,11 +34,18 @@ class Estimate:
 
     streamed: memory of the device for precompute at least, the teacher streamed through it.
     resident: the same with all of the teacher in it.
+    weights: of `training`, what no smaller batch makes less.
+    samples: how many are computed.
+    stages: disk by stage, once the run is finished.
+    disk: at most, which is while training writes a state beside the one before.
     """
 
     streamed: float
     resident: float
     training: float
+    weights: float
+    samples: float
+    stages: dict[str, float]
     disk: float
     precompute_hours: float
     training_hours: float
@@ -51,12 +58,12 @@ def sample_bytes(settings: Settings) -> float:
     return 2 * (work.rows * shape.teacher_dim + work.student_tokens * shape.student_dim + vision)
 
 
-def estimate(settings: Settings, machine: Machine) -> Estimate:
-    """Estimate a run."""
+def estimate(settings: Settings, machine: Machine, samples: float | None = None, size: float | None = None) -> Estimate:
+    """Estimate a run; `samples` and their average `size` in bytes where they are known."""
     pack, shape, train = packs.get(settings.pack), settings.adapter, settings.train
     work, width = pack.work, shape.width
-    prompts = settings.samples("train") + settings.samples("val")
-    size = sample_bytes(settings)
+    prompts = samples or settings.samples("train") + settings.samples("val")
+    size = size or sample_bytes(settings)
     teacher = sum(material.gigabytes for material in pack.materials if material.role == "teacher")
 
     operations = 2 * prompts * (
@@ -78,12 +85,27 @@ def estimate(settings: Settings, machine: Machine) -> Estimate:
     activations = train.batch_size * slots * shape.depth * width * _KEPT
     file, state = 2 * parameters / GB, 12 * parameters / GB
     kept = train.steps // train.keep_every if train.keep_every else 0
+    kept = min(kept, train.keep_last or kept)
+    vision = shape.vision_dim or 0
+    companion = pack.companion.gigabytes if settings.companion and pack.companion else 0
+    stages = {
+        "materials": sum(m.gigabytes for m in pack.materials),
+        "precompute": (prompts * size + 4 * width * (shape.vocabulary or 0) + 4 * shape.student_dim * vision) / GB,
+        # The state, the best weights and those to export in f32, and kept steps.
+        "train": state + 2 * 2 * file + kept * file,
+        "export": file + companion,
+    }
+    weights = _PYTHON_GB + 16 * parameters / GB
     return Estimate(
         # A quarter of the memory is the batch's; the rest holds two of the teacher's steps, one of which is in work.
         streamed=_PYTHON_GB + 2 * work.teacher_part / 0.75,
         resident=_PYTHON_GB + teacher / 0.75,
-        training=_PYTHON_GB + (16 * parameters + activations) / GB,
-        disk=prompts * size / GB + sum(m.gigabytes for m in pack.materials) + 2 * state + (kept + 3) * file,
+        training=weights + activations / GB,
+        weights=weights,
+        samples=prompts,
+        stages=stages,
+        # The weights to export and the file come when the last state is written.
+        disk=sum(stages.values()) + state - 3 * file,
         precompute_hours=precompute / 3600,
         training_hours=training / 3600,
     )

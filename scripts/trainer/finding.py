@@ -33,17 +33,46 @@ def prepare(settings: Settings, id: str) -> Record:
     Raises:
         TrainerError: it cannot be had, and how to get it.
     """
-    for name in {*settings.materials.paths, *settings.materials.revisions}:
-        if name not in (known := [material.id for material in declared(settings)]):
-            raise TrainerError(
-                f"materials.paths or materials.revisions names `{name}`; this run has {', '.join(known)}"
-            )
+    _check_names(settings)
     search = _Search(settings, get(settings, id))
     record = search.record()
     search.keep(record)
     revision = f", revision {record.revision or 'unknown'}" if record.repository else ""
     log.info("%s: %s (%s%s)", record.id, record.path, record.found, revision)
     return record
+
+
+def locate(settings: Settings, id: str) -> tuple[Path | None, str]:
+    """Where a material is, judged quickly: nothing is hashed, asked of the hub or written.
+
+    Returns:
+        The place, None if there is none; and why what was found there or elsewhere cannot be used.
+
+    Raises:
+        TrainerError: the settings name a material that the run does not have.
+    """
+    _check_names(settings)
+    search = _Search(settings, get(settings, id))
+    search._listing = TrainerError("not asked")
+    exact = settings.materials.paths.get(id)
+    candidates = [_Candidate(_absolute(Path(exact).expanduser()), "path")] if exact else search._candidates()
+    refused = []
+    for candidate in candidates:
+        try:
+            search._check(candidate.path)
+            return candidate.path, "; ".join(refused)
+        except TrainerError as error:
+            refused.append(str(error))
+    return None, "; ".join(refused)
+
+
+def _check_names(settings: Settings) -> None:
+    known = [material.id for material in declared(settings)]
+    for name in {*settings.materials.paths, *settings.materials.revisions}:
+        if name not in known:
+            raise TrainerError(
+                f"materials.paths or materials.revisions names `{name}`; this run has {', '.join(known)}"
+            )
 
 
 class _Search:

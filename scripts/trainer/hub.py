@@ -92,6 +92,20 @@ def listing(material: Material, revision: str) -> Listing:
         return Listing(_repository(material), str(info.sha), files)
 
 
+def reach(material: Material, revision: str) -> None:
+    """Ask the hub whether it would let a material be downloaded; nothing is.
+
+    Raises:
+        TrainerError: why not.
+    """
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    url = f"{constants.ENDPOINT}/api/{_type(material)}s/{_repository(material)}/revision/{revision}"
+    with _explained(material, revision):
+        hf_raise_for_status(get_session().head(url, headers=build_hf_headers(token=_token()), timeout=5))
+
+
 def cached(material: Material, revision: str) -> list[Path]:
     """Snapshots in the hub's cache on this machine: of that commit or branch, or all if the branch is not known."""
     folder = _cache(material)
@@ -305,10 +319,15 @@ def _type(material: Material) -> str:
     return "dataset" if material.role in ("prompts", "images") else "model"
 
 
-def _cache(material: Material) -> Path:
+def cache_folder() -> Path:
+    """Where the hub's client keeps what it downloads."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser() / f"{_type(material)}s--{_repository(material).replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def _cache(material: Material) -> Path:
+    return cache_folder() / f"{_type(material)}s--{_repository(material).replace('/', '--')}"
 
 
 @contextlib.contextmanager

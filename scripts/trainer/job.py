@@ -1,11 +1,27 @@
-"""What every script of a rule does around its work: a log, progress, and errors a person can read."""
+"""What every script of a rule does around its work: a log, progress, and errors a person can read.
 
+While it runs, a job leaves `control/<job>.progress.json` in the run's folder, which `trainer.status` reads:
+
+    pid, host    the process
+    started      when it began, in unix seconds
+    updated      when the file was written
+    what         what it is at, such as `teacher on cuda:0`; this and what follows only once it has something to count
+    done, total  how far it is, in `unit`
+    rate         units a second, in this job
+    metrics      of training: the newest rows of metrics.csv, also of steps after the last save
+"""
+
+import json
 import logging
+import math
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import TrainerError
 from trainer.files import disk_full, is_disk_full
@@ -13,12 +29,54 @@ from trainer.files import disk_full, is_disk_full
 log = logging.getLogger("trainer")
 
 
+class _Announcement:
+    """The file that says how far a job is; written at most every `EVERY` seconds, and gone when the job ends."""
+
+    EVERY = 2.0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        self.last = -math.inf
+        self.tell({})
+        self.last = -math.inf  # what it has to tell first is told at once
+
+    def tell(self, values: dict[str, Any]) -> None:
+        self.values |= values
+        if time.monotonic() - self.last >= self.EVERY:
+            self.last = time.monotonic()
+            text = json.dumps(self.values | {"updated": time.time()}, indent=2, sort_keys=True)
+            with suppress(OSError):  # no job fails for it
+                self.path.parent.mkdir(exist_ok=True)
+                # Not `files.write_json`, which syncs: on a busy disk a job would wait for that again and again.
+                aside = self.path.with_name(f".{self.path.name}.part")
+                aside.write_text(text, encoding="utf-8")
+                os.replace(aside, self.path)
+
+    def end(self) -> None:
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+_announcement: _Announcement | None = None
+
+
+def announce(**values: Any) -> None:
+    """Tell whoever watches how far this job is; the names are in the module's description. Cheap to call often."""
+    if _announcement:
+        _announcement.tell(values)
+
+
 @contextmanager
 def job(log_file: Path | str) -> Iterator[None]:
-    """Log to `log_file` and to the terminal; turn a TrainerError into one line and exit status 1.
+    """Log to `log_file` and to the terminal, announce the job, turn a TrainerError into one line and exit status 1.
 
     Anything else is a bug: its traceback goes to the log and up.
+
+    Args:
+        log_file: `<run>/logs/<job>.log`.
     """
+    global _announcement
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     log.setLevel(logging.INFO)
@@ -27,6 +85,7 @@ def job(log_file: Path | str) -> Iterator[None]:
     for handler in (logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(sys.stderr)):
         handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
+    _announcement = _Announcement(path.parent.parent / "control" / f"{path.stem}.progress.json")
     try:
         yield
     except TrainerError as error:
@@ -41,6 +100,9 @@ def job(log_file: Path | str) -> Iterator[None]:
             sys.exit(1)
         log.exception("this is a bug of gguf-trainer; please report it with this log")
         raise
+    finally:
+        _announcement.end()
+        _announcement = None
 
 
 class Progress:
@@ -61,9 +123,10 @@ class Progress:
         self.done += count
         now = time.monotonic()
         ended = self.done > self.total - 1e-6
+        rate = (self.done - self.skipped) / max(now - self.start, 1e-9)
+        announce(what=self.title, done=round(self.done, 3), total=self.total, unit=self.unit, rate=rate)
         if now - self.last >= self.every or ended:
             self.last = now
-            rate = (self.done - self.skipped) / max(now - self.start, 1e-9)
             left = duration((self.total - self.done) / rate) if rate else "unknown"
             log.info(
                 "%s: %d/%d %s (%.1f %%), %.1f %s/s, %s left",

@@ -21,7 +21,7 @@ from trainer.config import Settings, Train, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
-from trainer.job import duration, log
+from trainer.job import announce, duration, log
 from trainer.shard_index import listed
 from trainer.shards import Shard, to_rebuild
 from trainer.standardization import Standardization
@@ -224,6 +224,10 @@ class Trainer:
         self.records[-1] |= {name: f"{value:.6g}" for name, value in values.items()}
         for name, value in values.items():
             self.events.add_scalar(name, value, self.step)
+        announce(metrics=[row for name in ("loss", "val_cos") if (row := self._newest(name))])
+
+    def _newest(self, column: str) -> dict[str, Any] | None:
+        return next((row for row in reversed(self.records) if row.get(column)), None)
 
     def _write_metrics(self) -> None:
         text = io.StringIO()
@@ -257,7 +261,11 @@ class Trainer:
 
     def _follow(self, loader: Loader, requests: Requests) -> None:
         start, done, since = time.monotonic(), self.step, time.monotonic()
+        first = self.step
         while self.step < self.steps:
+            # With validations and saves, for the time that is left; the log tells the rate without them.
+            pace = (self.step - first) / max(_since(start), 1e-9)
+            announce(what="training", done=self.step, total=self.steps, unit="steps", rate=pace)
             figures = self._step(next(loader))
             self.step += 1
             options, step = self.options, self.step
