@@ -55,7 +55,13 @@ def sample_bytes(settings: Settings) -> float:
     """Bytes of an average sample in a shard."""
     work, shape = packs.get(settings.pack).work, settings.adapter
     vision = work.vision_rows * (shape.vision_dim or 0)
-    return 2 * (work.rows * shape.teacher_dim + work.student_tokens * shape.student_dim + vision)
+    return 2 * (_rows(settings) * shape.teacher_dim + work.student_tokens * shape.student_dim + vision)
+
+
+def _rows(settings: Settings) -> int:
+    """Rows of a sample that are learnt: all queries, where they are not seeded by tokens."""
+    shape = settings.adapter
+    return shape.queries if shape.queries and not shape.vocabulary else packs.get(settings.pack).work.rows
 
 
 def estimate(settings: Settings, machine: Machine, samples: float | None = None, size: float | None = None) -> Estimate:
@@ -77,7 +83,7 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
     precompute = max(operations / (machine.tflops * 1e12), moved / machine.disk)
 
     macs, matrices, slots = (_resampler if shape.queries else _token_aligned)(settings)
-    macs += work.rows * width * shape.teacher_dim
+    macs += _rows(settings) * width * shape.teacher_dim
     passes = train.steps * train.batch_size
     training = max(6 * macs * passes / (machine.tflops * 1e12), passes * size / GB / machine.disk)
 
