@@ -24,9 +24,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check Snakefile rules
-	$(BIN)/snakemake --profile packs/demo --lint
-	$(BIN)/snakemake --profile packs/pixart --lint
-	$(BIN)/snakemake --profile packs/llada_image --lint
+	for pack in packs/*; do $(BIN)/snakemake --profile $$pack --lint || exit 1; done
 
 # Done again only when a lock file changed. PyTorch is kept if the version in the lock is there already.
 .venv/installed: requirements.lock requirements-demo.lock
