@@ -344,6 +344,17 @@ def test_a_few_large_dimensions_leave_the_others_their_digits_in_a_byte(tmp_path
     assert torch.cosine_similarity(found[:, others], rows[:, others])[torch.arange(300) != 3].min() > 0.9997
 
 
+def test_values_whose_squares_are_too_large_or_small_for_f32_are_kept_in_a_byte(tmp_path: Path) -> None:
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    rows[0, 0], rows[:, 5] = 1e20, rows[:, 5] * 1e-25
+    sample = shards.Rows("0", [], rows.bfloat16(), rows.bfloat16())
+    shards.write(tmp_path / "a.safetensors", [sample], {}, (64, 64), storage="int8")
+    found = shards.Shard(tmp_path / "a.safetensors").rows(0).target.float()
+    assert found.isfinite().all()
+    others = [n for n in range(64) if n]
+    assert torch.cosine_similarity(found[1:, others], rows[1:, others]).min() > 0.9997
+
+
 def test_a_synthetic_teacher_needs_no_snapshot_and_shows_pictures(
     tmp_path: Path, records: dict, projection: Path
 ) -> None:
