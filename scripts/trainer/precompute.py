@@ -264,8 +264,11 @@ class Block:
             reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(reason for _, reason in shard.skipped).items())
             raise TrainerError(
                 f"{len(shard.skipped)} of {len(shard.samples)} samples of {shard.file.name} cannot be used ({reasons})"
-                ": look at the prompts, or raise precompute.max_bad_fraction"
+                f": {self._remedy()}, or raise precompute.max_bad_fraction"
             )
+
+    def _remedy(self) -> str:
+        return "look at the prompts"
 
     def _inputs(self, stale: list[Stale]) -> list[str]:
         """What a partial result of each shard depends on: what "auto" means may differ on another device."""

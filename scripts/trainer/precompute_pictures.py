@@ -117,6 +117,11 @@ class PictureBlock(Block):
             "size of pictures' rows": (self.teacher.vision_dim, self.settings.adapter.vision_dim)
         }
 
+    def _remedy(self) -> str:
+        areas = ", lower precompute.reference_areas" if self.contract.areas else ""
+        summary = self.folder.parent.with_suffix(".json")
+        return f"look at the prompts{areas}, delete {summary} if pictures are gone, to have them read again"
+
     def _encode(self, shard: Stale, number: int) -> None:
         samples, views = [], []
         for sample in shard.samples:
