@@ -532,6 +532,20 @@ def test_pictures_that_come_while_the_corpus_is_built_are_noticed_the_next_time(
     assert (run / "settings" / "corpus.json").read_text(encoding="utf-8") != before
 
 
+def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
+    root = write_folder(tmp_path / "in", range(2), "deep/{:02d}.png")
+    scandir = os.scandir
+
+    def refused(path):
+        if Path(path) == root / "deep":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(TrainerError, match=r"image folder .*in cannot be read .Permission denied: .*deep"):
+        picture_sources.folder_digest(str(root))
+
+
 # The contact sheet
 
 
