@@ -356,6 +356,12 @@ def test_too_little_is_a_warning_or_an_error_that_says_what_to_do(tmp_path, monk
         Built(tmp_path, tmp_path / "void")
 
 
+def test_a_folder_among_the_pictures_stays(tmp_path):
+    (tmp_path / "corpus" / "images" / "@eaDir").mkdir(parents=True)
+    Built(tmp_path, write_folder(tmp_path / "in", range(30)))
+    assert (tmp_path / "corpus" / "images" / "@eaDir").is_dir()
+
+
 def test_a_caption_of_no_letter_is_none(tmp_path):
     root = write_folder(tmp_path / "in", range(30), captions=False)
     for number in range(30):
