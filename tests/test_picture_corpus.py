@@ -362,6 +362,14 @@ def test_a_folder_among_the_pictures_stays(tmp_path):
     assert (tmp_path / "corpus" / "images" / "@eaDir").is_dir()
 
 
+def test_half_a_character_in_a_caption_is_replaced(tmp_path):
+    root = write_flickr30k(tmp_path / "in", range(30))
+    table = root / "flickr_annotations_30k.csv"
+    table.write_text(table.read_text(encoding="utf-8").replace("A boy", "A \\ud83d boy"), encoding="utf-8")
+    built = Built(tmp_path, presets={"flickr30k": root}, clean="none")
+    assert built.told["without captions"] == 0
+
+
 def test_a_caption_of_no_letter_is_none(tmp_path):
     root = write_folder(tmp_path / "in", range(30), captions=False)
     for number in range(30):

@@ -183,4 +183,6 @@ def _opened(opener: Any, path: Path, failures: tuple[type[Exception], ...]) -> A
 
 
 def _captions(listed: Iterable[Any] | None) -> tuple[str, ...]:
-    return tuple(caption for caption in listed or () if isinstance(caption, str))
+    # JSON can spell halves of characters, which cannot be written.
+    texts = (caption for caption in listed or () if isinstance(caption, str))
+    return tuple(text.encode("utf-8", "replace").decode("utf-8") for text in texts)
