@@ -276,7 +276,7 @@ def test_a_picture_without_a_header_is_skipped_before_any_weight_is_read(
     monkeypatch.setattr(precompute_pictures.PictureBlock, "_run", lambda *a: pytest.fail("the tower was loaded"))
     with pytest.raises(
         TrainerError,
-        match=f"of 14 samples .* cannot be used .{len(bad)} a picture that cannot be read.*delete .*json if pictures",
+        match=f"of 14 samples .* cannot be used .{len(bad)} a picture that cannot be read.*delete .* if pictures",
     ):
         fill(tmp_path, "qwen_image", records, projection, max_bad_fraction=0.1)
 

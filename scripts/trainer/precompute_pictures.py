@@ -119,8 +119,7 @@ class PictureBlock(Block):
 
     def _remedy(self) -> str:
         areas = ", lower precompute.reference_areas" if self.contract.areas else ""
-        summary = self.folder.parent.with_suffix(".json")
-        return f"look at the prompts{areas}, delete {summary} if pictures are gone, to have them read again"
+        return f"look at the prompts{areas}, delete {self.folder.parent} if pictures are gone, to have them read again"
 
     def _encode(self, shard: Stale, number: int) -> None:
         samples, views = [], []
