@@ -303,6 +303,18 @@ def test_a_picture_that_is_damaged_further_in_costs_its_samples_only(
             assert torch.equal(rows.target, kept[rows.id].target)
 
 
+def test_a_shard_is_made_again_when_its_pictures_are_there_again(
+    tmp_path: Path, records: dict, projection: Path, made
+) -> None:
+    pack, _, file = made
+    corpus(tmp_path)
+    path = tmp_path / "images" / "2.png"
+    path.rename(tmp_path / "aside")
+    assert len(shards.Shard(fill(tmp_path, pack, records, projection))) < 14
+    (tmp_path / "aside").rename(path)
+    assert fill(tmp_path, pack, records, projection).read_bytes() == file.read_bytes()
+
+
 def test_a_sample_too_long_for_the_student_is_skipped(tmp_path: Path, records: dict, projection: Path) -> None:
     rows = corpus(tmp_path)
     rows[5]["text"] = "word " * 2400

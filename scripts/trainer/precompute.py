@@ -132,7 +132,7 @@ class Block:
         stale = []
         for number, file in enumerate(files, block * each):
             inputs = digest([self.made_from, [[s.id, s.text, *s.images] for s in samples[number]]])
-            if reason := shards.why_stale(file, inputs):
+            if reason := self._why_stale(file, inputs):
                 stale.append(Stale(file, samples[number], inputs))
                 if reason != "missing":
                     log.info("%s is rebuilt: %s", file, reason)
@@ -266,6 +266,9 @@ class Block:
                 f"{len(shard.skipped)} of {len(shard.samples)} samples of {shard.file.name} cannot be used ({reasons})"
                 f": {self._remedy()}, or raise precompute.max_bad_fraction"
             )
+
+    def _why_stale(self, file: Path, inputs: str) -> str | None:
+        return shards.why_stale(file, inputs)
 
     def _remedy(self) -> str:
         return "look at the prompts"
