@@ -5,10 +5,11 @@ from trainer.job import job
 
 with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
+    stages = config.stage_settings(settings, "corpus")  # before folders are read: what comes later is seen next time
     inputs = {"settings": settings.corpus, "records": snakemake.input.presets}
     outputs = {name: snakemake.output[name] for name in ("train", "val", "summary")}
     if packs.get(settings.pack).vision_dim:
         picture_corpus.build(**inputs, **outputs, threads=snakemake.threads)
     else:
         corpus.build(**inputs, **outputs)
-    config.write_stage_settings(settings, "corpus")
+    config.write_stages(settings, stages)

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from trainer import config, contact_sheet, corpus, corpus_files, packs, picture_
 from trainer.config import Corpus
 from trainer.errors import TrainerError
 from trainer.files import write_json
+from workflow import CHECKOUT
 
 COUNTS = {"n_image": 400, "n_two": 40, "n_val_image": 100, "val_fraction": 0.4}
 
@@ -353,6 +356,29 @@ def test_too_little_is_a_warning_or_an_error_that_says_what_to_do(tmp_path, monk
         Built(tmp_path, tmp_path / "void")
 
 
+def test_a_folder_among_the_pictures_stays(tmp_path):
+    (tmp_path / "corpus" / "images" / "@eaDir").mkdir(parents=True)
+    Built(tmp_path, write_folder(tmp_path / "in", range(30)))
+    assert (tmp_path / "corpus" / "images" / "@eaDir").is_dir()
+
+
+def test_half_a_character_in_a_caption_is_replaced(tmp_path):
+    root = write_flickr30k(tmp_path / "in", range(30))
+    table = root / "flickr_annotations_30k.csv"
+    table.write_text(table.read_text(encoding="utf-8").replace("A boy", "A \\ud83d boy"), encoding="utf-8")
+    built = Built(tmp_path, presets={"flickr30k": root}, clean="none")
+    assert built.told["without captions"] == 0
+
+
+def test_a_caption_of_no_letter_is_none(tmp_path):
+    root = write_folder(tmp_path / "in", range(30), captions=False)
+    for number in range(30):
+        (root / f"{number:02d}.txt").write_text("...\n( )\n", encoding="utf-8")
+    built = Built(tmp_path, root)
+    assert built.told["without captions"] == 30
+    assert not [sample.text for sample in built.samples("train") if sample.text[:1] in (".", ",")]
+
+
 def test_pictures_without_captions_still_make_instructions(tmp_path):
     built = Built(tmp_path, write_folder(tmp_path / "in", range(30), captions=False))
     assert built.told["without captions"] == 30
@@ -503,6 +529,37 @@ def test_a_changed_folder_changes_the_settings_of_the_corpus_and_no_other(tmp_pa
     assert texts() == seen[-1]
 
 
+@pytest.mark.usefixtures("picture_pack")
+def test_pictures_that_come_while_the_corpus_is_built_are_noticed_the_next_time(tmp_path, monkeypatch):
+    root = write_folder(tmp_path / "in", range(30))
+    settings = config.load(album(tmp_path))
+    run = Path(settings.folder)
+    names = {"train": run / "corpus/train.jsonl", "val": run / "corpus/val.jsonl", "summary": run / "corpus.json"}
+    config.write_stage_settings(settings)
+    before = (run / "settings" / "corpus.json").read_text(encoding="utf-8")
+    monkeypatch.setattr(picture_corpus, "build", lambda *a, **k: write_folder(root, range(30, 31)))
+    given = {"log": [run / "log"], "input": SimpleNamespace(presets=[]), "output": names, "threads": 1}
+    job = SimpleNamespace(params=SimpleNamespace(settings=settings.model_dump()), **given)
+    runpy.run_path(str(CHECKOUT / "scripts" / "corpus.py"), {"snakemake": job})
+    assert (run / "settings" / "corpus.json").read_text(encoding="utf-8") == before
+    config.write_stage_settings(settings)
+    assert (run / "settings" / "corpus.json").read_text(encoding="utf-8") != before
+
+
+def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
+    root = write_folder(tmp_path / "in", range(2), "deep/{:02d}.png")
+    scandir = os.scandir
+
+    def refused(path):
+        if Path(path) == root / "deep":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(TrainerError, match=r"image folder .*in cannot be read .Permission denied: .*deep"):
+        picture_sources.folder_digest(str(root))
+
+
 # The contact sheet
 
 
@@ -529,3 +586,13 @@ def test_a_contact_sheet_stays_small_whatever_the_pictures(tmp_path):
 
 def test_a_corpus_without_pictures_has_no_contact_sheet(tmp_path):
     assert contact_sheet.samples(tmp_path) == []
+
+
+def test_a_contact_sheet_leaves_samples_with_damaged_pictures_out(tmp_path):
+    built = Built(tmp_path, write_folder(tmp_path / "in", range(40)))
+    shown = sorted(built.shown("train"))[:5]
+    for name in shown:
+        (built.folder / "images" / name).write_bytes(b"no picture")
+    sheet = contact_sheet.samples(built.folder)
+    assert [len(sample["images"]) for sample in sheet] == [1] * 20 + [2] * 4
+    assert contact_sheet.thumbnails(built.folder, shown) == []

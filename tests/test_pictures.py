@@ -1,5 +1,7 @@
 """One picture: what a teacher sees of a file, and when two files show the same."""
 
+import struct
+import zlib
 from io import BytesIO
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
 from tiny_pictures import encoded, picture
 from trainer import near_pictures, pictures, reference_areas
 from trainer.errors import TrainerError
@@ -42,6 +45,21 @@ def test_the_size_in_the_header_is_that_of_the_picture(tmp_path, kind, orientati
     path.write_bytes(path.read_bytes()[:12])
     with pytest.raises(TrainerError, match="cannot be read"):
         pictures.size(path)
+
+
+def test_the_size_of_a_png_is_read_without_its_pixels_and_with_notes_behind_them(tmp_path, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    name, notes = b"eXIf", exif.tobytes()[6:]
+    chunk = struct.pack(">I", len(notes)) + name + notes + struct.pack(">I", zlib.crc32(name + notes))
+    plain = encoded(picture(1, (40, 24)))
+    path, turned = tmp_path / "a.png", tmp_path / "b.png"
+    path.write_bytes(plain)
+    turned.write_bytes(plain[:-12] + chunk + plain[-12:])
+    assert pictures.open_rgb(turned).size == (24, 40)
+    assert pictures.size(turned) == (40, 24)
+    monkeypatch.setattr(PngImageFile, "load", lambda image: pytest.fail("the pixels were decoded"))
+    assert pictures.size(path) == (24, 40)
 
 
 def test_of_a_phones_file_of_two_pictures_the_first_counts(tmp_path):

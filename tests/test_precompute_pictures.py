@@ -275,7 +275,8 @@ def test_a_picture_without_a_header_is_skipped_before_any_weight_is_read(
     monkeypatch.setattr(students, "load", lambda *a: pytest.fail("the student was loaded"))
     monkeypatch.setattr(precompute_pictures.PictureBlock, "_run", lambda *a: pytest.fail("the tower was loaded"))
     with pytest.raises(
-        TrainerError, match=f"of 14 samples .* cannot be used .{len(bad)} a picture that cannot be read"
+        TrainerError,
+        match=f"of 14 samples .* cannot be used .{len(bad)} a picture that cannot be read.*delete .* if pictures",
     ):
         fill(tmp_path, "qwen_image", records, projection, max_bad_fraction=0.1)
 
@@ -300,6 +301,18 @@ def test_a_picture_that_is_damaged_further_in_costs_its_samples_only(
         kept = {rows.id: rows for rows in map(whole.rows, range(len(whole)))}
         for rows in map(shard.rows, range(len(shard))):
             assert torch.equal(rows.target, kept[rows.id].target)
+
+
+def test_a_shard_is_made_again_when_its_pictures_are_there_again(
+    tmp_path: Path, records: dict, projection: Path, made
+) -> None:
+    pack, _, file = made
+    corpus(tmp_path)
+    path = tmp_path / "images" / "2.png"
+    path.rename(tmp_path / "aside")
+    assert len(shards.Shard(fill(tmp_path, pack, records, projection))) < 14
+    (tmp_path / "aside").rename(path)
+    assert fill(tmp_path, pack, records, projection).read_bytes() == file.read_bytes()
 
 
 def test_a_sample_too_long_for_the_student_is_skipped(tmp_path: Path, records: dict, projection: Path) -> None:
@@ -342,6 +355,17 @@ def test_a_few_large_dimensions_leave_the_others_their_digits_in_a_byte(tmp_path
     assert not found[3].any()
     others = [n for n in range(256) if n not in (7, 90)]
     assert torch.cosine_similarity(found[:, others], rows[:, others])[torch.arange(300) != 3].min() > 0.9997
+
+
+def test_values_whose_squares_are_too_large_or_small_for_f32_are_kept_in_a_byte(tmp_path: Path) -> None:
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    rows[0, 0], rows[:, 5] = 1e20, rows[:, 5] * 1e-25
+    sample = shards.Rows("0", [], rows.bfloat16(), rows.bfloat16())
+    shards.write(tmp_path / "a.safetensors", [sample], {}, (64, 64), storage="int8")
+    found = shards.Shard(tmp_path / "a.safetensors").rows(0).target.float()
+    assert found.isfinite().all()
+    others = [n for n in range(64) if n]
+    assert torch.cosine_similarity(found[1:, others], rows[1:, others]).min() > 0.9997
 
 
 def test_a_synthetic_teacher_needs_no_snapshot_and_shows_pictures(

@@ -64,7 +64,7 @@ def test_a_pack_with_pictures_runs_from_folders_to_its_file(tmp_path, models, pa
     assert made.planned()["vision_proj"] == 1
     made.snakemake()
     assert made.planned() == {}
-    corpus = made.json("corpus.json")
+    corpus = made.json("corpus.json")["pictures"]
     assert corpus["unreadable"] == 2
     assert sorted(row["name"] for row in corpus["skipped"]) == ["01.png", "10.png"]
     result = made.json("eval.json")

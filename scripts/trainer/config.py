@@ -388,7 +388,17 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
     job writes its own again before its output: a dry run or a snapshot with other settings may have changed it while
     the job ran, and Snakemake, which looks at inputs when a job has ended, would take the output for fresh.
     """
-    folder = Path(settings.folder) / "settings"
+    write_stages(settings, stage_settings(settings, *only))
+
+
+def write_stages(settings: Settings, stages: dict[str, Any]) -> None:
+    """Write what `stage_settings` gave, maybe some time ago."""
+    for stage, content in stages.items():
+        write_if_changed(Path(settings.folder) / "settings" / f"{stage}.json", content)
+
+
+def stage_settings(settings: Settings, *only: str) -> dict[str, Any]:
+    """What each stage (of all, or of those named) depends on, and what lies in image folders now."""
     pictures = packs.get(settings.pack).vision_dim is not None
     corpus = settings.corpus.fingerprint(pictures)
     if (folders := settings.corpus.image_folders) and (not only or "corpus" in only):
@@ -421,8 +431,7 @@ def write_stage_settings(settings: Settings, *only: str) -> None:
             "teacher": settings.precompute.teacher,
             **settings.adapter.model_dump(include={"width", "teacher_dim", "vocabulary"}),
         }
-    for stage in only or stages:
-        write_if_changed(folder / f"{stage}.json", stages[stage])
+    return {stage: stages[stage] for stage in only or stages}
 
 
 def read_steps(configfiles: list[str], overrides: dict[str, Any], default: int) -> int:

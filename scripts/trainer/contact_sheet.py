@@ -1,7 +1,8 @@
 """Some samples with their pictures, small enough to be part of a page."""
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from trainer import corpus_files
-from trainer.corpus_files import Sample
+from trainer.errors import TrainerError
 from trainer.pictures import open_rgb
 
 SIDE = 176  # pixels of the longer side
@@ -21,26 +22,27 @@ def samples(corpus: Path) -> list[dict[str, Any]]:
     """Samples of a corpus with pictures: text, source, and thumbnails as data URIs; empty if it has none.
 
     Always the same ones: the first train samples by id, which is a hash, with one picture and with two. A sample whose
-    pictures are no longer there is left out.
+    pictures are gone or damaged is left out.
 
     Args:
         corpus: the folder with train.jsonl and images.
     """
     if not (corpus / "images").is_dir():
         return []
-    chosen = [
+    return [
         sample
         for number, count in ((1, _SINGLES), (2, _PAIRS))
         for sample in islice(_with_pictures(corpus, number), count)
     ]
-    return [
-        {
-            "text": sample.text,
-            "source": sample.source,
-            "images": [thumbnail(corpus / "images" / name) for name in sample.images],
-        }
-        for sample in chosen
-    ]
+
+
+def thumbnails(corpus: Path, names: Iterable[str]) -> list[str]:
+    """Pictures of a corpus as data URIs; those that are gone or damaged are left out."""
+    found = []
+    for name in names:
+        with suppress(TrainerError):
+            found.append(thumbnail(corpus / "images" / name))
+    return found
 
 
 def thumbnail(path: Path) -> str:
@@ -56,7 +58,7 @@ def thumbnail(path: Path) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _with_pictures(corpus: Path, number: int) -> Iterator[Sample]:
+def _with_pictures(corpus: Path, number: int) -> Iterator[dict[str, Any]]:
     for sample in corpus_files.read(corpus / "train.jsonl"):
-        if len(sample.images) == number and all((corpus / "images" / name).is_file() for name in sample.images):
-            yield sample
+        if len(sample.images) == number and len(images := thumbnails(corpus, sample.images)) == number:
+            yield {"text": sample.text, "source": sample.source, "images": images}

@@ -146,7 +146,8 @@ def _gathered(
             )
             picture.source = min(picture.source, source.name)
             captions = (instructions.tidy(clean(caption)) for caption in found.captions)
-            picture.captions.update(caption for caption in captions if 0 < len(caption) <= settings.max_chars)
+            said = (caption for caption in captions if any(map(str.isalnum, caption)))
+            picture.captions.update(caption for caption in said if len(caption) <= settings.max_chars)
         read = round(progress.done)
         tally.read[source.name] += read
         report.read += read

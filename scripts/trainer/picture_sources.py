@@ -73,15 +73,25 @@ def folder_digest(path: str) -> str:
     """A digest of the names, sizes and times of a folder's pictures and captions: another one if anything changed.
 
     Raises:
-        TrainerError: there is no such folder.
+        TrainerError: there is no such folder, or it cannot be read.
     """
     return digest([[_shown(name), stat.st_size, stat.st_mtime_ns] for name, stat in _listing(path)])
 
 
 def _listing(path: str) -> list[tuple[str, os.stat_result]]:
     """Names of the pictures and captions in a folder and below, in order, without hidden ones."""
-    if not Path(path).is_dir():
-        raise TrainerError(f"the image folder {path} does not exist; correct its path in corpus.image_folders")
+    try:
+        if not Path(path).is_dir():
+            raise TrainerError(f"the image folder {path} does not exist; correct its path in corpus.image_folders")
+        return sorted(_below(path))
+    except OSError as error:
+        raise TrainerError(
+            f"the image folder {path} cannot be read ({error.strerror}: {error.filename}); make it readable, or take "
+            "it out of corpus.image_folders"
+        ) from None
+
+
+def _below(path: str) -> list[tuple[str, os.stat_result]]:
     found: list[tuple[str, os.stat_result]] = []
     todo = [""]
     while todo:
@@ -95,7 +105,7 @@ def _listing(path: str) -> list[tuple[str, os.stat_result]]:
                     todo.append(name)
                 elif name.lower().endswith((*SUFFIXES, ".txt")) and entry.is_file():
                     found.append((name, entry.stat()))
-    return sorted(found)
+    return found
 
 
 def _shown(name: str) -> str:
@@ -173,4 +183,6 @@ def _opened(opener: Any, path: Path, failures: tuple[type[Exception], ...]) -> A
 
 
 def _captions(listed: Iterable[Any] | None) -> tuple[str, ...]:
-    return tuple(caption for caption in listed or () if isinstance(caption, str))
+    # JSON can spell halves of characters, which cannot be written.
+    texts = (caption for caption in listed or () if isinstance(caption, str))
+    return tuple(text.encode("utf-8", "replace").decode("utf-8") for text in texts)

@@ -67,7 +67,7 @@ class Store:
     def drop_others(self, names: set[str]) -> None:
         """Remove pictures of other names: those of files that are no longer there."""
         for path in list(self.folder.iterdir()):
-            if path.name not in names and path.name != INDEX:
+            if path.name not in names and path.name != INDEX and not path.is_dir():  # such as a file manager's
                 path.unlink()
 
     def _read_index(self) -> None:

@@ -71,7 +71,9 @@ def size(path: str | Path) -> tuple[int, int]:
     try:
         with Image.open(path, formats=list(_SUFFIXES)) as image:
             width, height = image.size
-            turned = _TURNS.get(_orientation(image)) in _SIDEWAYS
+            # A PNG may have notes behind its pixels, all of which Pillow decodes to get there.
+            decodes = image.format != "PNG" or _notes_behind_pixels(path)
+            turned = _TURNS.get(_orientation(image, decodes)) in _SIDEWAYS
     except Exception as error:  # on damaged bytes decoders raise whatever they run into
         raise TrainerError(f"the picture {path} cannot be read ({_reason(error)}); replace or remove it") from None
     return (width, height) if turned else (height, width)
@@ -119,8 +121,22 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, decodes: bool = True) -> int:
+    """What the notes of a picture say of it; with those of its header alone, or with all."""
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
+        return int((image.getexif() if decodes else Image.Image.getexif(image)).get(_ORIENTATION, 1))
     except Exception:  # damaged notes beside a good picture
         return 1
+
+
+def _notes_behind_pixels(path: str | Path) -> bool:
+    """Whether a PNG has some: the chunks' headers are read, four bytes of length and four of a name."""
+    with open(path, "rb") as file:
+        file.seek(8)
+        pixels = False
+        while len(header := file.read(8)) == 8:
+            if pixels and header[4:] in (b"eXIf", b"iTXt", b"zTXt", b"tEXt"):
+                return True
+            pixels = pixels or header[4:] == b"IDAT"
+            file.seek(int.from_bytes(header[:4], "big") + 4, 1)
+    return False

@@ -132,7 +132,7 @@ class Block:
         stale = []
         for number, file in enumerate(files, block * each):
             inputs = digest([self.made_from, [[s.id, s.text, *s.images] for s in samples[number]]])
-            if reason := shards.why_stale(file, inputs):
+            if reason := self._why_stale(file, inputs):
                 stale.append(Stale(file, samples[number], inputs))
                 if reason != "missing":
                     log.info("%s is rebuilt: %s", file, reason)
@@ -264,8 +264,14 @@ class Block:
             reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(reason for _, reason in shard.skipped).items())
             raise TrainerError(
                 f"{len(shard.skipped)} of {len(shard.samples)} samples of {shard.file.name} cannot be used ({reasons})"
-                ": look at the prompts, or raise precompute.max_bad_fraction"
+                f": {self._remedy()}, or raise precompute.max_bad_fraction"
             )
+
+    def _why_stale(self, file: Path, inputs: str) -> str | None:
+        return shards.why_stale(file, inputs)
+
+    def _remedy(self) -> str:
+        return "look at the prompts"
 
     def _inputs(self, stale: list[Stale]) -> list[str]:
         """What a partial result of each shard depends on: what "auto" means may differ on another device."""

@@ -117,6 +117,17 @@ class PictureBlock(Block):
             "size of pictures' rows": (self.teacher.vision_dim, self.settings.adapter.vision_dim)
         }
 
+    def _why_stale(self, file: Path, inputs: str) -> str | None:
+        """Also where pictures could not be read: they may be there again."""
+        if reason := super()._why_stale(file, inputs):
+            return reason
+        unread = any(item["reason"] == _UNREADABLE for item in shards.Shard(file).header["skipped"])
+        return "pictures of it could not be read" if unread else None
+
+    def _remedy(self) -> str:
+        areas = ", lower precompute.reference_areas" if self.contract.areas else ""
+        return f"look at the prompts{areas}, delete {self.folder.parent} if pictures are gone, to have them read again"
+
     def _encode(self, shard: Stale, number: int) -> None:
         samples, views = [], []
         for sample in shard.samples:

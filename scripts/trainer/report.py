@@ -101,7 +101,10 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         shards=read_json(run_folder / "shards.json"),
         charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
         sheet=contact_sheet.samples(run_folder / "corpus"),
-        worst=[row | {"images": _thumbnails(run_folder, row)} for row in evaluation["worst"]],
+        worst=[
+            row | {"images": contact_sheet.thumbnails(run_folder / "corpus", row.get("images", []))}
+            for row in evaluation["worst"]
+        ],
         histogram=length_histogram(corpus.get("length_histogram") or {}),
         when=_when(metrics["time"]),
         quality=steps_and_quality(run_folder, evaluation, gguf, pack.metric),
@@ -122,12 +125,6 @@ def _reference_options(settings: Settings) -> str:
     if pack.companion and not settings.companion:
         return ""
     return pack.reference_options.replace("{companion}", shlex.quote(str(Path(settings.companion or "").resolve())))
-
-
-def _thumbnails(run_folder: Path, row: dict[str, Any]) -> list[str]:
-    """The pictures of a sample that are still there, as data URIs."""
-    files = (run_folder / "corpus" / "images" / name for name in row.get("images", []))
-    return [contact_sheet.thumbnail(file) for file in files if file.is_file()]
 
 
 # --- what the run's files say ---------------------------------------------------------------------------------------

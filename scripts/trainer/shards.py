@@ -142,7 +142,7 @@ def _stored(name: str, rows: torch.Tensor, storage: Storage) -> dict[str, torch.
     """Rows as they are stored: themselves, or each, its dimensions of equal size, in 127 steps to its largest value."""
     if storage == "bf16":
         return {name: rows}
-    squares = sum(part.float().square().sum(0, dtype=torch.float64) for part in rows.split(_PIECE))
+    squares = sum(part.double().square().sum(0) for part in rows.split(_PIECE))  # f32 would overflow from 2e19 on
     columns = (squares / max(1, len(rows))).sqrt().float().clamp_min(_TINY)
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows))
     for value, scale, part in zip(values.split(_PIECE), scales.split(_PIECE), rows.split(_PIECE), strict=True):
