@@ -97,3 +97,9 @@ def test_the_plan_is_read_from_the_last_file_that_has_it_and_from_the_command_li
     two.write_text("train: {steps: many}")
     with pytest.raises(TrainerError, match="many"):
         config.read_steps([str(one), str(two)], {}, 7)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    corpus = config.load({"corpus": {"presets": [], "files": ["~/prompts.txt"]}}).corpus
+    assert corpus.files == ["/home/me/prompts.txt"]

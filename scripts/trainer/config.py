@@ -132,6 +132,11 @@ class Corpus(Group):
         le=1,
     )
 
+    @field_validator("files", "image_folders")
+    @classmethod
+    def _home(cls, value: list[str]) -> list[str]:
+        return [str(Path(path).expanduser()) for path in value]
+
     @model_validator(mode="after")
     def _consistent(self) -> "Corpus":
         if (self.train_file is None) != (self.val_file is None):
