@@ -24,11 +24,13 @@ class Item:
 
     tokens: its share of a batch's budget.
     source: what its batch is made from.
+    wanted: of a `RowsPass`, which of the first rows that the model makes of it are kept, bool [rows].
     """
 
     id: str
     tokens: int
     source: Any
+    wanted: Tensor | None = None
 
 
 class Pass:
@@ -103,20 +105,6 @@ class RowsPass(Pass):
     unit = "prompts"
     alike = False
 
-    def __init__(
-        self,
-        name: str,
-        shards: Sequence[Sequence[Item]],
-        inputs: Sequence[str],
-        tokens: int,
-        folder: Path,
-        make: Callable[[list[Any]], State],
-        wanted: Callable[[Any], Tensor],
-    ) -> None:
-        """As of `Pass`; `wanted` gives, of an item's source, which of the model's first rows are kept, bool [rows]."""
-        super().__init__(name, shards, inputs, tokens, folder, make)
-        self._wanted = wanted
-
     def take(self, shard: int) -> Taken:
         """What became of the samples of a shard; it can be taken once."""
         found, sums, squares = {}, [], []
@@ -133,7 +121,7 @@ class RowsPass(Pass):
 
     def _finish(self, number: int, state: State) -> State:
         rows = state["rows"].to(torch.bfloat16)
-        masks = pad_sequence([self._wanted(item.source) for item in self.batches[number][1]], batch_first=True)
+        masks = pad_sequence([item.wanted for item in self.batches[number][1]], batch_first=True)
         wanted = torch.zeros(rows.shape[:2], dtype=torch.bool)
         wanted[:, : masks.shape[1]] = masks
         wanted = wanted.to(rows.device)

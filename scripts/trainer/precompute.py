@@ -26,7 +26,7 @@ from trainer.job import log
 from trainer.materials import Record
 from trainer.passes import Item, Pass, RowsPass, padded
 from trainer.shards import Moments
-from trainer.streaming import Executor, Part, StoppedError
+from trainer.streaming import Executor, Part, State, StoppedError
 from trainer.teachers.synthetic import Synthetic
 from trainer.weights import Weights
 
@@ -281,18 +281,19 @@ class Block:
 
     def _steps(self, student: Callable[[], list[Part]], stale: list[Stale], partial: Path) -> list[Step]:
         """The models in their order; the last one is the teacher, behind which shards are written."""
+        inputs = self._inputs(stale)
 
         def texts(name: str, read: Callable[[Encoded], list[int]], rows: int | None) -> Pass:
-            items = [[Item(it.sample.id, len(read(it)) + (rows or 0), it) for it in shard.encoded] for shard in stale]
-            return RowsPass(
-                name,
-                items,
-                self._inputs(stale),
-                self.tokens,
-                partial / name,
-                lambda batch: padded([read(encoded) for encoded in batch]),
-                lambda encoded: torch.ones(rows or len(read(encoded)), dtype=torch.bool),
-            )
+            def item(encoded: Encoded) -> Item:
+                ids = len(read(encoded))
+                wanted = torch.ones(rows or ids, dtype=torch.bool)
+                return Item(encoded.sample.id, ids + (rows or 0), encoded, wanted)
+
+            def make(batch: list[Encoded]) -> State:
+                return padded([read(encoded) for encoded in batch])
+
+            items = [[item(encoded) for encoded in shard.encoded] for shard in stale]
+            return RowsPass(name, items, inputs, self.tokens, partial / name, make)
 
         teacher = texts("teacher", lambda encoded: encoded.teacher, self.teacher.rows)
         return [

@@ -152,7 +152,6 @@ class PictureBlock(Block):
         views = [{view.id: view for it in shard.encoded for view in it.views} for shard in stale]
         items = [[Item(id, view.patches, view) for id, view in own.items()] for own in views]
         tower = Pass("tower", items, inputs, self.tokens, partial / "tower", self._seen)
-        items = [[Item(it.sample.id, len(it.prompt.ids), it) for it in shard.encoded] for shard in stale]
 
         def made_of(batch: list[Encoded], names: Any) -> list[list[State]]:
             """What the tower made of each sample's pictures."""
@@ -166,7 +165,10 @@ class PictureBlock(Block):
             return self.teacher.batch([it.prompt for it in batch], made_of(batch, self.teacher.widths))
 
         def samples(name: str, make: Callable[[list[Encoded]], State], wanted: Callable[[Encoded], Tensor]) -> RowsPass:
-            return RowsPass(name, items, inputs, self.tokens, partial / name, make, wanted)
+            items = [
+                [Item(it.sample.id, len(it.prompt.ids), it, wanted(it)) for it in shard.encoded] for shard in stale
+            ]
+            return RowsPass(name, items, inputs, self.tokens, partial / name, make)
 
         read = samples("student", for_student, lambda it: torch.ones(len(it.prompt.ids), dtype=torch.bool))
         taught = samples("teacher", for_teacher, lambda it: it.supervised)

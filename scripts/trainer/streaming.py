@@ -285,8 +285,6 @@ class Executor:
         self._free_ram = max(0, room - held if on_cpu else ram - self.stagings * _pinned(largest))
         if keep is not None:
             self._free_ram = min(self._free_ram, keep)
-        # Modules that hold their values need no others.
-        self._loaded: dict[int, dict[str, Tensor]] = {} if weights else {level: {} for level in range(len(parts))}
         self._splits = 1
         self.waited = 0.0
         how = "resident" if self.resident else f"streamed through {held / GIB:.2f} GiB"
@@ -340,11 +338,12 @@ class Executor:
 
         wanted = [level for level in range(last) if any(done <= level for done in batches.levels)]
         if self.resident:
-            if wanted and not self._loaded:
-                self._loaded = dict(self._placed(range(last), rooms=last))
+            loaded = {level: {} for level in range(last)}  # modules that hold their values need no others
+            if wanted and self.weights:
+                loaded = dict(self._placed(range(last), rooms=last))
             for number in range(count):
                 if batches.levels[number] < last:
-                    advance(number, self._loaded)
+                    advance(number, loaded)
                 yield number
             return
         for level, weights in self._placed(wanted, self._rooms):
