@@ -21,10 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cosine_similarity
 from trainer import checkpoints, config, shards
 from trainer.adapters.resampler import Resampler
-from trainer.batches import Batch, Loader, Order
+from trainer.batches import Batch
 from trainer.config import Settings
 from trainer.files import write_json
 from trainer.training import Inputs, Trainer
@@ -75,12 +76,10 @@ def make_sample(id: str, slots: int, shape: config.Adapter, random: torch.Genera
 def ours(settings: Settings, inputs: Inputs) -> Callable[[], None]:
     """A step of this project."""
     trainer = Trainer(settings, inputs, lambda steps: steps)
-    counts = [shard["samples"] for shard in inputs.index["train"]["shards"]]
-    order = Order(counts, settings.train.seed, settings.train.shuffle_shards)
-    loader = Loader(inputs.train, order, 0, settings.train.batch_size, settings.adapter.queries, pin=False)
+    loader = trainer.loader()
 
     def step() -> None:
-        trainer._step(next(loader))
+        trainer._step(*next(loader))
         trainer.step += 1
 
     return step
@@ -92,28 +91,25 @@ def plain(settings: Settings, inputs: Inputs) -> Callable[[], None]:
     dims = shape.student_dim, shape.teacher_dim, shape.width, shape.depth, shape.queries, shape.vocabulary
     adapter = Resampler(*dims)
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.01, foreach=False)
-    opened = [shards.Shard(path) for path in inputs.train]
-    order = Order([len(shard) for shard in opened], train.seed, train.shuffle_shards)
+    rows = [row for path in inputs.train for row in read(shards.Shard(path))]
+    random = torch.Generator().manual_seed(train.seed)
     sigma = torch.ones(shape.teacher_dim)
-    position = 0
 
     def step() -> None:
-        nonlocal position
-        picks = [opened[shard].rows(sample) for shard, sample in order.at(position, train.batch_size)]
-        position += train.batch_size
-        longest = max(len(sample.student) for sample in picks)
+        picks = [rows[n] for n in torch.randint(len(rows), (train.batch_size,), generator=random)]
+        longest = max(len(sample["student"]) for sample in picks)
         student = torch.zeros(len(picks), longest, shape.student_dim)
         keep = torch.zeros(len(picks), longest, dtype=torch.bool)
         slots = torch.zeros(len(picks), shape.queries, dtype=torch.int64)
         target = torch.zeros(len(picks), shape.queries, shape.teacher_dim)
         real = torch.zeros(len(picks), shape.queries)
         for number, sample in enumerate(picks):
-            student[number, : len(sample.student)] = sample.student
-            keep[number, : len(sample.student)] = True
-            slots[number, : len(sample.slots)] = torch.tensor(sample.slots)
-            target[number, : len(sample.target)] = sample.target
-            real[number, : len(sample.target)] = 1
-        lengths = tuple(len(sample.student) for sample in picks)
+            student[number, : len(sample["student"])] = sample["student"]
+            keep[number, : len(sample["student"])] = True
+            slots[number, : len(sample["slots"])] = sample["slots"]
+            target[number, : len(sample["target"])] = sample["target"]
+            real[number, : len(sample["target"])] = 1
+        lengths = tuple(len(sample["student"]) for sample in picks)
         counts, seen = (shape.queries,) * len(picks), (0,) * len(picks)
         predicted = adapter(Batch(lengths, counts, seen, student[keep], target.flatten(0, 1), slots=slots))
         predicted = predicted.view_as(target)
@@ -126,6 +122,15 @@ def plain(settings: Settings, inputs: Inputs) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def read(shard: shards.Shard) -> list[dict[str, torch.Tensor]]:
+    """The samples of a shard, each by itself."""
+    held = load_file(shard.path)
+    parts = {"student": "student_offsets", "target": "offsets", "slots": "offsets"}
+    counts = {name: held[offsets].diff().tolist() for name, offsets in parts.items()}
+    split = {name: held[name].split(counts[name]) for name in parts}
+    return [{name: split[name][number] for name in parts} for number in range(len(shard))]
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ rule train:
         overrides=workflow.config_settings.config,
     threads: 8
     resources:
-        gpu=1,
+        gpu=settings.train.processes,
         mem_mb=24000,
         runtime="24h",
     conda:

@@ -14,7 +14,7 @@ with job(snakemake.log[0]):
     settings = config.load(snakemake.params.settings)
     samples = {sample.id: sample for sample in corpus_files.read(Path(files.corpus))}
     shards = listed(Path(settings.folder), read_json(files.index), "val")
-    mean = checkpoints.load(Path(files.trained))[0]["scale.target_mean"]
+    mean = checkpoints.unpack(checkpoints.load(Path(files.trained))[0])[1].mean
     result = evaluation.evaluate(settings, Path(files.gguf), mean, Path(files.trained), shards, samples)
     write_json(snakemake.output[0], result)
     metrics = result["metrics"]

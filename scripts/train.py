@@ -1,22 +1,21 @@
 """Train the adapter."""
 
-from pathlib import Path
-
 import torch
-from trainer import config, training
-from trainer.control import Requests, only_one
+from trainer import config, processes, train_process
 from trainer.job import job
 
-with job(snakemake.log[0]):
-    settings = config.load(snakemake.params.settings)
+settings = config.load(snakemake.params.settings)
+task = {
+    "settings": settings.model_dump(),
+    "configfiles": snakemake.params.configfiles,
+    "overrides": snakemake.params.overrides,
+    "log": snakemake.log[0],
+    "output": snakemake.output[0],
+}
+if settings.train.processes == 1:
     torch.set_num_threads(snakemake.threads)
-    run = Path(settings.folder)
-    requests = Requests(run)  # before the lock: whoever sees the lock can ask
-    with only_one(run, "train"):
-        inputs = training.Inputs.read(settings)
-
-        def plan(steps: int) -> int:
-            """The planned steps as the user's files say now."""
-            return config.read_steps(snakemake.params.configfiles, snakemake.params.overrides, steps)
-
-        training.train(settings, inputs, plan, requests, Path(snakemake.output[0]))
+    train_process.run(task)
+else:
+    with job(snakemake.log[0]):
+        processes.check(settings.train.processes, settings.train.device)
+        processes.launch(settings.train.processes, task, snakemake.threads)

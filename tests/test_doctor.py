@@ -187,7 +187,7 @@ def test_training_that_does_not_fit_is_told_and_one_that_fits_in_parts_noted(tmp
 
     assert training(6).level == "ok"
     assert training(5).level == "note"
-    assert "train.micro_batch" in training(5).text
+    assert "train.batch_tokens" in training(5).text
     assert training(3).level == "PROBLEM"
 
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_training import go
 from trainer import adapters, checkpoints, config, corpus_files, evaluation, export, packs, scoring, snapshots
-from trainer.batches import collate
 from trainer.errors import TrainerError
 from trainer.files import read_json
 from trainer.materials import Record
@@ -141,7 +140,7 @@ def test_standardization_folds_away_exactly(every, pack):
     settings, inputs, _ = every(pack)
     weights, scale = checkpoints.unpack(checkpoints.load(inputs.run / "checkpoints" / "best.safetensors")[0])
     shard = Shard(inputs.val[0])
-    batch = collate([(shard, n) for n in range(7)], settings.adapter.queries)
+    batch = tiny_runs.batch(shard, range(7), settings.adapter.queries)
     batch = batch._each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     wide = {name: tensor.double() for name, tensor in scale.tensors().items()}
     vision = None if batch.vision is None else batch.vision / wide["vision_rms"]
@@ -202,8 +201,8 @@ def test_the_file_answers_as_the_checkpoint_does_to_f16_rounding(either):
     arrays = export.read_arrays(out)
     shard = Shard(inputs.val[0])
     for number in range(5):
-        row = shard.rows(number)
-        batch = collate([(shard, number)], settings.adapter.queries)
+        row = tiny_runs.read(shard)[number]
+        batch = tiny_runs.batch(shard, [number], settings.adapter.queries)
         mine = scoring.predictor(ours, scale)(batch)
         from_file = plain_forward(arrays, row).float()
         mean = scale.target_mean
@@ -381,7 +380,7 @@ def test_no_row_of_padding_is_computed(every, pack):
     settings, inputs, _ = every(pack)
     adapter = adapters.fresh(settings.adapter)
     shard = Shard(inputs.val[0])
-    batch = collate([(shard, n) for n in range(20)], None).widened()
+    batch = tiny_runs.batch(shard, range(20), None).widened()
     rows = {}
     for name, module in adapter.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -396,9 +395,11 @@ def test_a_sample_is_read_by_itself(every):
     """Neither the other samples of its batch nor their order change a sample's rows."""
     _, inputs, out = every("mageflow")
     adapter, shard = evaluation.load_adapter(out, torch.device("cpu")), Shard(inputs.val[0])
-    together = adapter(collate([(shard, n) for n in range(8)], None).widened())
-    for number, rows in enumerate(together.split([len(shard.rows(n).target) for n in range(8)])):
-        torch.testing.assert_close(rows, adapter(collate([(shard, number)], None).widened()), atol=1e-4, rtol=1e-4)
+    together = adapter(tiny_runs.batch(shard, range(8), None).widened())
+    for number, rows in enumerate(together.split([len(row.target) for row in tiny_runs.read(shard)[:8]])):
+        torch.testing.assert_close(
+            rows, adapter(tiny_runs.batch(shard, [number], None).widened()), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_a_synthetic_teacher_is_told_in_the_file_and_in_its_name(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import tiny_runs
 import torch
 from safetensors.torch import load_file, save_file
 from trainer import config, packs, precompute, shard_index, shards, streaming, teachers, tokenization
@@ -75,8 +76,8 @@ def test_a_sample_goes_to_the_shard_its_id_says_and_its_rows_are_those_of_the_pr
     first, second = fill(tmp_path, records, texts)
     assert (len(shards.Shard(first)), len(shards.Shard(second))) == (11, 0)
     alone, _ = fill(tmp_path / "alone", records, texts[:1])
-    together = {row.id: row for row in map(shards.Shard(first).rows, range(11))}
-    row = shards.Shard(alone).rows(0)
+    together = {row.id: row for row in tiny_runs.read(shards.Shard(first))}
+    row = tiny_runs.read(shards.Shard(alone))[0]
     assert torch.allclose(together[row.id].student.float(), row.student.float(), atol=2e-2)
     assert torch.allclose(together[row.id].target.float(), row.target.float(), atol=2e-2)
     assert together[row.id].slots == row.slots
@@ -151,7 +152,7 @@ def test_rows_that_are_not_finite_are_skipped_listed_and_not_counted_in_the_mome
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     changed = records | {"teacher": Record(**(vars(records["teacher"]) | {"path": str(path)}))}
     file, _ = fill(tmp_path, changed, texts)
-    header, tensors = shards.Shard(file).header, shards.Shard(file).tensors
+    header, tensors = shards.Shard(file).header, load_file(file)
     assert header["skipped"] == [{"id": f"{60:016x}", "reason": "non-finite rows"}]
     assert f"{60:016x}" not in header["ids"]
     for name in ("student", "target"):
@@ -161,7 +162,7 @@ def test_rows_that_are_not_finite_are_skipped_listed_and_not_counted_in_the_mome
 
 
 def test_moments_are_those_of_the_rows(tmp_path, records):
-    tensors = shards.Shard(fill(tmp_path, records, prompts(30))[0]).tensors
+    tensors = load_file(fill(tmp_path, records, prompts(30))[0])
     for name in ("student", "target"):
         rows = tensors[name].double()
         torch.testing.assert_close(tensors[f"{name}_sum"], rows.sum(0))
@@ -282,7 +283,7 @@ def test_a_pack_without_seeds_has_a_row_for_every_query_and_the_student_reads_it
     shard = shards.Shard(tmp_path / "0000-00.safetensors")
     tokenizer = tokenization.student_tokenizer(Path(records["student"].path), Path(records["tokenizer"].path))
     (ids,) = tokenizer.encode([""], packs.get("llada_image").template)
-    (row,) = (row for row in map(shard.rows, range(len(shard))) if row.id == "0" * 16)
+    (row,) = (row for row in tiny_runs.read(shard) if row.id == "0" * 16)
     assert (row.slots, len(row.target), len(row.student)) == ([], 24, len(ids))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_models
 import tiny_pictures
+import tiny_runs
 import torch
 import yaml
 from PIL import Image
@@ -173,7 +174,7 @@ def test_rows_are_those_of_each_sample_alone(made, records: dict, projection: Pa
     tokenizer = Tokenizer.from_file(str(Path(records["tokenizer"].path) / "tokenizer.json"))
     chat = Chat(teachers.contract(f"qwen3_vl_{pack}").template, tokenizer, "here")
     shard = shards.Shard(file)
-    stored = {rows.id: rows for rows in map(shard.rows, range(len(shard)))}
+    stored = {rows.id: rows for rows in tiny_runs.read(shard)}
     corpus_rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert len(stored) == len(corpus_rows) == 14
     for row in corpus_rows:
@@ -217,9 +218,9 @@ def test_moments_are_those_of_the_rows(made) -> None:
 def check_moments(file: Path) -> None:
     shard = shards.Shard(file)
     for name in ("student", "target", "vision"):
-        rows = torch.cat([getattr(shard.rows(n), name) for n in range(len(shard))]).double()
-        torch.testing.assert_close(shard.tensors[f"{name}_sum"], rows.sum(0))
-        torch.testing.assert_close(shard.tensors[f"{name}_sumsq"], rows.square().sum(0))
+        rows = torch.cat([getattr(row, name) for row in tiny_runs.read(shard)]).double()
+        torch.testing.assert_close(shard.columns[f"{name}_sum"], rows.sum(0))
+        torch.testing.assert_close(shard.columns[f"{name}_sumsq"], rows.square().sum(0))
 
 
 def test_streamed_equals_resident_to_the_bit(made, tmp_path: Path, records: dict, projection: Path) -> None:
@@ -298,8 +299,8 @@ def test_a_picture_that_is_damaged_further_in_costs_its_samples_only(
     check_moments(file)
     if pack == made[0]:
         whole = shards.Shard(made[2])
-        kept = {rows.id: rows for rows in map(whole.rows, range(len(whole)))}
-        for rows in map(shard.rows, range(len(shard))):
+        kept = {rows.id: rows for rows in tiny_runs.read(whole)}
+        for rows in tiny_runs.read(shard):
             assert torch.equal(rows.target, kept[rows.id].target)
 
 
@@ -332,14 +333,14 @@ def test_rows_of_a_byte_a_value_are_within_half_a_step(made, tmp_path: Path, rec
     assert narrow.header["storage"] == "int8"
     for name in ("student", "target", "vision"):
         found, expected = (
-            torch.cat([getattr(it.rows(n), name) for n in range(len(it))]).float() for it in (narrow, wide)
+            torch.cat([getattr(row, name) for row in tiny_runs.read(it)]).float() for it in (narrow, wide)
         )
         columns = expected.square().mean(0).sqrt()
         steps = (expected / columns).abs().amax(1, keepdim=True) * columns / 127
         # And what bf16 rounds off again.
         assert ((found - expected).abs() <= 0.501 * steps + expected.abs() * 2**-8).all()
-        assert narrow.rows(0).student.dtype == torch.bfloat16
-    for mine, other in zip(*(map(it.rows, range(len(wide))) for it in (narrow, wide)), strict=True):
+        assert tiny_runs.read(narrow)[0].student.dtype == torch.bfloat16
+    for mine, other in zip(tiny_runs.read(narrow), tiny_runs.read(wide), strict=True):
         assert (mine.vision_at, mine.target_at, mine.start) == (other.vision_at, other.target_at, other.start)
     check_moments(small)
 
@@ -351,7 +352,7 @@ def test_a_few_large_dimensions_leave_the_others_their_digits_in_a_byte(tmp_path
     rows[3] = 0
     sample = shards.Rows("0", [], rows.bfloat16(), rows.bfloat16())
     shards.write(tmp_path / "a.safetensors", [sample], {}, (256, 256), storage="int8")
-    found = shards.Shard(tmp_path / "a.safetensors").rows(0).target.float()
+    found = tiny_runs.read(shards.Shard(tmp_path / "a.safetensors"))[0].target.float()
     assert not found[3].any()
     others = [n for n in range(256) if n not in (7, 90)]
     assert torch.cosine_similarity(found[:, others], rows[:, others])[torch.arange(300) != 3].min() > 0.9997
@@ -362,7 +363,7 @@ def test_values_whose_squares_are_too_large_or_small_for_f32_are_kept_in_a_byte(
     rows[0, 0], rows[:, 5] = 1e20, rows[:, 5] * 1e-25
     sample = shards.Rows("0", [], rows.bfloat16(), rows.bfloat16())
     shards.write(tmp_path / "a.safetensors", [sample], {}, (64, 64), storage="int8")
-    found = shards.Shard(tmp_path / "a.safetensors").rows(0).target.float()
+    found = tiny_runs.read(shards.Shard(tmp_path / "a.safetensors"))[0].target.float()
     assert found.isfinite().all()
     others = [n for n in range(64) if n]
     assert torch.cosine_similarity(found[1:, others], rows[1:, others]).min() > 0.9997
@@ -376,14 +377,14 @@ def test_a_synthetic_teacher_needs_no_snapshot_and_shows_pictures(
     shard = shards.Shard(file)
     assert shard.header["synthetic"]
     assert len(shard) == 14
-    before = {rows.id: rows.target[-1].clone() for rows in map(shard.rows, range(14))}
+    before = {rows.id: rows.target[-1].clone() for rows in tiny_runs.read(shard)}
     check_moments(file)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     first = next(row for row in rows if len(row["images"]) == 1)
     first["images"] = ["5.png"]
     write(tmp_path, rows)
     other = shards.Shard(fill(tmp_path, "mageflow", own, projection, teacher="synthetic"))
-    changed = [rows.id for rows in map(other.rows, range(14)) if not torch.equal(rows.target[-1], before[rows.id])]
+    changed = [rows.id for rows in tiny_runs.read(other) if not torch.equal(rows.target[-1], before[rows.id])]
     assert changed == [first["id"]]
 
 
@@ -407,7 +408,7 @@ def test_bytes_of_a_sample_are_those_that_a_shard_takes(
     """But for the header, what each shard has once, and three tensors' last offsets."""
     file = fill(tmp_path, "qwen_image", records, projection, storage=storage)
     shard = shards.Shard(file)
-    rows = list(map(shard.rows, range(len(shard))))
+    rows = tiny_runs.read(shard)
     dims = DIM, DIM, DIM
     told = sum(shards.sample_bytes(len(it.student), len(it.target), len(it.vision), dims, storage) for it in rows)
     with open(file, "rb") as stored:

@@ -3,11 +3,9 @@
 import pytest
 import tiny_runs
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from trainer import packs, shards
-from trainer.batches import Order, collate
 from trainer.errors import TrainerError
+from trainer.samples import Samples
 from trainer.standardization import Standardization
 
 
@@ -16,8 +14,7 @@ def test_rows_come_back_as_written(tmp_path):
     tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
     shard = shards.Shard(tmp_path / "a.safetensors")
     assert len(shard) == 7
-    for number, sample in enumerate(samples):
-        row = shard.rows(number)
+    for row, sample in zip(tiny_runs.read(shard), samples, strict=True):
         assert (row.id, row.slots) == (sample.id, sample.slots)
         assert torch.equal(row.student, sample.student)
         assert torch.equal(row.target, sample.target)
@@ -82,9 +79,9 @@ def test_rows_of_every_pack_come_back_as_written(tmp_path, pack):
     samples = tiny_runs.sample_rows(pack, 5, 1)
     tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
     shard = shards.Shard(tmp_path / "a.safetensors")
-    for number, sample in enumerate(samples):
+    for row, sample in zip(tiny_runs.read(shard), samples, strict=True):
         for name, value in vars(sample).items():
-            found = getattr(shard.rows(number), name)
+            found = getattr(row, name)
             assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
 
 
@@ -94,7 +91,7 @@ def test_a_batch_asks_for_the_rows_that_have_a_target_in_its_order(tmp_path, pac
     tiny_runs.write_shard(tmp_path / "a.safetensors", samples)
     shard = shards.Shard(tmp_path / "a.safetensors")
     queries = packs.get(pack).queries and tiny_runs.QUERIES
-    batch = collate([(shard, n) for n in range(6)], queries)
+    batch = tiny_runs.batch(shard, range(6), queries)
     places = [sample.target_at or range(len(sample.target)) for sample in samples]
     rows = [range(queries or len(sample.student)) for sample in samples]
     given = torch.tensor([100 * n + at for n, sample in enumerate(rows) for at in sample])
@@ -115,30 +112,47 @@ def test_a_split_batch_is_its_samples_by_themselves(tmp_path, pack):
     tiny_runs.write_shard(tmp_path / "a.safetensors", tiny_runs.sample_rows(pack, 11, 1))
     shard = shards.Shard(tmp_path / "a.safetensors")
     queries = packs.get(pack).queries and tiny_runs.QUERIES
-    picks = [(shard, n) for n in range(11)]
-    parts = list(collate(picks, queries).split(4))
-    assert [len(part) for part in parts] == [4, 4, 3]
-    for number, part in enumerate(parts):
-        expected = collate(picks[4 * number : 4 * number + 4], queries)
-        for name, value in vars(expected).items():
-            found = getattr(part, name)
-            if name == "at":  # all rows in their order may be named, or not
-                every = torch.arange(len(expected.student) if queries is None else queries * len(expected))
-                found, value = (every if it is None else it for it in (found, value))
-            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+    whole = tiny_runs.batch(shard, range(11), queries)
+    sizes = [student + target for student, target in zip(whole.lengths, whole.counts, strict=True)]
+    for tokens in (1, 20, 60, 10**9):
+        parts = list(whole.split(tokens))
+        first = 0
+        for part in parts:
+            end = first + len(part)
+            assert len(part) == 1 or sum(sizes[first:end]) <= tokens
+            assert end == 11 or sum(sizes[first : end + 1]) > tokens  # no smaller than need be
+            expected = tiny_runs.batch(shard, range(first, end), queries)
+            for name, value in vars(expected).items():
+                found = getattr(part, name)
+                if name == "at":  # all rows in their order may be named, or not
+                    every = torch.arange(len(expected.student) if queries is None else queries * len(expected))
+                    found, value = (every if it is None else it for it in (found, value))
+                assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+            first = end
+        assert first == 11
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    counts=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
-    window=st.integers(1, 9),
-    seed=st.integers(0, 99),
-)
-def test_an_epoch_has_every_sample_once_and_any_position_can_be_reached_directly(counts, window, seed):
-    order = Order(counts, seed, window)
-    everything = {(shard, n) for shard, count in enumerate(counts) for n in range(count)}
-    stream = order.at(0, 3 * len(everything))
-    for epoch in range(3):
-        assert set(stream[epoch * len(everything) : (epoch + 1) * len(everything)]) == everything
-    middle = len(stream) // 2
-    assert Order(counts, seed, window).at(middle, len(stream) - middle) == stream[middle:]
+def test_damage_within_a_chunk_is_found_when_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 2000)
+    path = tmp_path / "0000-00.safetensors"
+    tiny_runs.write_shard(path, tiny_runs.rows(40, 1))
+    shard = shards.Shard(path)
+    assert len(shard.chunks) > 5
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4  # in the rows of the last tensor
+    path.write_bytes(content)
+    chunks = range(len(shard.chunks) - 1)
+    with pytest.raises(TrainerError, match=r"0000-00\.safetensors is damaged"):
+        Samples.read([(shard, chunk) for chunk in chunks])
+    assert not path.exists()
+
+
+def test_where_rows_are_stored_in_bytes_the_chunks_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 2000)
+    found = []
+    for storage in ("bf16", "int8"):
+        path = tmp_path / f"{storage}.safetensors"
+        header = {"inputs": "inputs", "skipped": []}
+        shards.write(path, tiny_runs.rows(40, 1), header, (tiny_runs.STUDENT, tiny_runs.TEACHER), storage=storage)
+        found.append(shards.Shard(path).chunks)
+    assert found[0] == found[1]

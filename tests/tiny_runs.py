@@ -1,11 +1,15 @@
 """Run folders with small shards of learnable random rows, for tests of what comes after precompute."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from trainer import checkpoints, config, packs, seed_table, shards
+from trainer.batches import Batch
 from trainer.config import Settings
 from trainer.files import write_json
+from trainer.samples import Samples
 from trainer.training import Inputs
 
 STUDENT, TEACHER, QUERIES, VOCABULARY, VISION = 32, 48, 12, 50, 40
@@ -101,6 +105,24 @@ def sample_rows(pack: str, count: int, seed: int) -> list[shards.Rows]:
     if pack in ("pixart", "llada_image"):
         return (rows if pack == "pixart" else seedless_rows)(count, seed)
     return token_rows(count, seed, pack)
+
+
+def batch(shard: shards.Shard, numbers: Iterable[int], queries: int | None) -> Batch:
+    """These samples of a shard."""
+    held = Samples.read([(shard, chunk) for chunk in range(len(shard.chunks) - 1)])
+    return held.take(np.array(list(numbers))).batch(queries)
+
+
+def read(shard: shards.Shard) -> list[shards.Rows]:
+    """All samples of a shard as they were written."""
+    held = Samples.read([(shard, chunk) for chunk in range(len(shard.chunks) - 1)])
+    found = []
+    for number, id in enumerate(shard.header["ids"]):
+        one = held.take(np.array([number]))
+        columns = {name: values.tolist() for name, values in one.columns.items()}
+        columns |= {"start": columns["start"][0]} if "start" in columns else {}
+        found.append(shards.Rows(id, columns.pop("slots", []), **one.rows, **columns))
+    return found
 
 
 def write_shard(path: Path, samples: list[shards.Rows], inputs: str = "inputs") -> dict:

@@ -1,12 +1,14 @@
 """What training leaves in `checkpoints/`. All safetensors; the metadata key `trainer` is JSON.
 
-state.safetensors        everything a resume needs: weights, optimizer moments, RNG, step, position, best so far
+state.safetensors        everything a resume needs: weights, optimizer moments, step (and so the position), best so far
 best.safetensors         weights (f32) and standardization at the best validation, no optimizer
-step-<N>.safetensors     kept steps: the exported tensors themselves, f16 where the GGUF has f16, and scale.target_mean
+step-<N>.safetensors     kept steps: the exported tensors themselves, f16 where the GGUF has f16, and mean_row
 """
 
 import json
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,41 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, meta  # noqa: SIM118
 
 
-def pack(adapter: torch.nn.Module, scale: Standardization) -> Tensors:
+class Writer:
+    """Does what has to do with files on a thread of its own, one thing after another, while training goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._pending: Future | None = None
+
+    def submit(self, write: Callable[..., Any], *values: Any) -> None:
+        """Call `write` soon; waits for the thing before, so that at most one is in memory besides.
+
+        Raises:
+            TrainerError: the thing before failed.
+        """
+        self.wait()
+        self._pending = self._thread.submit(write, *values)
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            TrainerError: that failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.result()
+
+
+def copies(tensors: Tensors) -> Tensors:
+    """Copies on the CPU, which training does not change while they are written."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def pack(weights: Tensors, scale: Standardization) -> Tensors:
     """Weights as `model.*`, standardization as `scale.*`."""
-    tensors = {f"model.{name}": tensor for name, tensor in adapter.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
     return tensors | {f"scale.{name}": tensor for name, tensor in scale.tensors().items()}
 
 

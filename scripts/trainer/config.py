@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainer import packs, picture_sources
+from trainer import packs, picture_sources, shard_index
 from trainer.errors import TrainerError
 from trainer.files import write_if_changed
 
@@ -208,7 +208,19 @@ class Train(Group):
 
     steps: int = live(20000, "planned optimizer steps; re-read from your files while training runs", ge=1)
     batch_size: int = fixed(32, "prompts a step", ge=1)
-    micro_batch: int = live(0, "prompts a forward pass (gradients are accumulated exactly); 0: the whole batch", ge=0)
+    batch_tokens: int = live(
+        0,
+        "rows (student's and teacher's) a forward pass; gradients add up exactly to the batch's; 0: all of them",
+        ge=0,
+    )
+    processes: int = live(1, "processes that train together, each on a GPU of its own", ge=1, le=64)
+    compile: bool = live(
+        False, "let torch.compile make kernels for the blocks; needs a C++ compiler, and minutes at start"
+    )
+    recipe: Literal["standardized", "reference"] = fixed(
+        "standardized",
+        "reference: the recipe that published adapters were trained with, for comparison; see benchmarks/recipe.md",
+    )
     lr: float = fixed(1e-3, "peak learning rate", gt=0, lt=1)
     warmup: int = fixed(100, "steps of linear warm-up", ge=0)
     decay_fraction: float = fixed(
@@ -218,7 +230,7 @@ class Train(Group):
     grad_clip: float = fixed(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
     cos_weight: float = fixed(0.5, "weight of 1 - cosine beside the standardized squared error", ge=0)
     sigma_floor: float = fixed(0.03, "smallest standard deviation a target dimension is divided by", gt=0)
-    shuffle_shards: int = fixed(8, "shards whose samples are mixed with each other", ge=1)
+    shuffle_mb: int = fixed(512, "MB of rows that are mixed with each other; memory holds twice as much", ge=1)
     device: str = live("auto", "as precompute.device")
     log_every: int = live(25, "steps between lines of the log and looks at your files", ge=1)
     val_every: int = fixed(500, "steps between validations; the best of them is exported", ge=1)
@@ -415,6 +427,7 @@ def stage_settings(settings: Settings, *only: str) -> dict[str, Any]:
         "corpus": corpus,
         "precompute": {"pack": settings.pack, "adapter": rows}
         | settings.precompute.fingerprint(pictures)
+        | {"format": shard_index.FORMAT}
         # A sample's shard depends on their number, also where the corpus stays the same.
         | {"blocks": {split: settings.blocks(split) for split in ("train", "val")}},
         "train": {"adapter": adapter, "train": settings.train.fingerprint()},

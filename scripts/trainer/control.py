@@ -90,11 +90,12 @@ class Requests:
         return self._signalled or self._fresh("stop")
 
     def snapshot(self) -> bool:
-        """Whether a snapshot of the current step is wanted; asking clears the request."""
-        if not self._fresh("snapshot"):
-            return False
+        """Whether a snapshot of the current step is wanted."""
+        return self._fresh("snapshot")
+
+    def answer_snapshot(self) -> None:
+        """Tell who wants a snapshot that it is there."""
         (self._folder / "snapshot").unlink(missing_ok=True)
-        return True
 
     def _fresh(self, name: str) -> bool:
         try:
@@ -115,7 +116,7 @@ def request_stop(run: Path | str, wait: float = 3600.0) -> list[str]:
 
 
 def request_snapshot(run: Path | str, wait: float = 1800.0) -> None:
-    """Ask the running training for a kept checkpoint of its current step; return when it has taken the request up."""
+    """Ask the running training for a kept checkpoint of its current step; return when it is written."""
     request = folder(run) / "snapshot"
     request.touch()
     _wait_until(

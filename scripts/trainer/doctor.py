@@ -224,7 +224,7 @@ class _Doctor:
             least = f"weights and optimizer alone take {_gb(needed.weights * GB)}"
             return _problem(f"{title}, and {least}; free memory, set train.device, or lower adapter.width or depth")
         if needed.training * GB > budget.device:
-            return _note(f"{title}: batches are computed in parts; set train.micro_batch to the size that fits")
+            return _note(f"{title}: batches are computed in parts; train.batch_tokens sets their size")
         return _ok(title)
 
     # -- disk ---------------------------------------------------------------------------------------------------------

@@ -68,24 +68,26 @@ def announce(**values: Any) -> None:
 
 
 @contextmanager
-def job(log_file: Path | str) -> Iterator[None]:
+def job(log_file: Path | str, quiet: bool = False) -> Iterator[None]:
     """Log to `log_file` and to the terminal, announce the job, turn a TrainerError into one line and exit status 1.
 
     Anything else is a bug: its traceback goes to the log and up.
 
     Args:
         log_file: `<run>/logs/<job>.log`.
+        quiet: log only warnings and errors, and announce nothing: another process of the same job does.
     """
     global _announcement
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     logging.raiseExceptions = False  # on a full disk a log line is lost, and the error must still be readable
     for handler in (logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(sys.stderr)):
         handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
-    _announcement = _Announcement(path.parent.parent / "control" / f"{path.stem}.progress.json")
+    if not quiet:
+        _announcement = _Announcement(path.parent.parent / "control" / f"{path.stem}.progress.json")
     try:
         yield
     except TrainerError as error:
@@ -101,8 +103,9 @@ def job(log_file: Path | str) -> Iterator[None]:
         log.exception("this is a bug of gguf-trainer; please report it with this log")
         raise
     finally:
-        _announcement.end()
-        _announcement = None
+        if _announcement:
+            _announcement.end()
+            _announcement = None
 
 
 class Progress:

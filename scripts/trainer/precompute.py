@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer import corpus_files, devices, packs, shards, streaming, students, teachers, tokenization
+from trainer import corpus_files, devices, packs, shard_index, shards, streaming, students, teachers, tokenization
 from trainer.config import Settings
 from trainer.control import Requests
 from trainer.corpus_files import Sample
@@ -32,7 +32,6 @@ from trainer.weights import Weights
 
 # Of the memory that may be used, what the results of one model may take.
 _SHARE_OF_RESULTS = 0.25
-FORMAT = 1  # of the shard file; raise it when older shards must not be read
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
     # Shards without are older than this setting.
     storage = {} if settings.precompute.storage == "bf16" else {"storage": settings.precompute.storage}
     return {
-        "format": FORMAT,
+        "format": shard_index.FORMAT,
         "contract": pack.contract,
         "synthetic": synthetic,
         "teacher": None if synthetic else records["teacher"].digest,

@@ -3,13 +3,16 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch.nn.functional import cosine_similarity
 
 from trainer.adapters import Adapter
-from trainer.batches import Batch, collate
+from trainer.batches import Batch
 from trainer.packs.base import Metric
+from trainer.samples import Samples
 from trainer.shards import Shard
 from trainer.standardization import Standardization
 
@@ -34,7 +37,8 @@ def loss(adapter: Adapter, scale: Standardization, batch: Batch, cos_weight: flo
     The cosine is that of raw rows, for packs that are measured by `cos_centered` of standardized ones.
     """
     predicted, target = adapter(scale.inputs(batch)).float(), scale.target(batch.target)
-    squared = (predicted - target).square().mean(-1).sum()
+    errors = predicted - target if scale.error_std is None else (predicted - target) / scale.error_std
+    squared = errors.square().mean(-1).sum()
     pair = (predicted, target) if metric == "cos_centered" else (scale.raw(predicted), batch.target.float())
     cosine = cosine_similarity(*pair, dim=-1).sum()
     return Loss(squared + cos_weight * (len(predicted) - cosine), squared.detach(), cosine.detach())
@@ -112,10 +116,12 @@ def _unit_rms(rows: torch.Tensor) -> torch.Tensor:
 
 def batches(shards: Sequence[Shard], size: int, queries: int | None) -> Iterator[tuple[list[str], Batch]]:
     """All samples in stored order, with their ids."""
-    picks = [(shard, sample) for shard in shards for sample in range(len(shard))]
-    for start in range(0, len(picks), size):
-        part = picks[start : start + size]
-        yield [shard.header["ids"][sample] for shard, sample in part], collate(part, queries)
+    for shard in shards:
+        for chunk, (first, end) in enumerate(pairwise(shard.chunks)):
+            samples = Samples.read([(shard, chunk)])
+            for start in range(0, len(samples), size):
+                part = np.arange(start, min(start + size, len(samples)))
+                yield shard.header["ids"][first:end][start : start + size], samples.take(part).batch(queries)
 
 
 @torch.inference_mode()

@@ -6,6 +6,8 @@ from typing import Any
 
 from trainer.errors import TrainerError
 
+FORMAT = 2  # of the shard file; raise it when older shards must not be read
+
 
 def index(train: list[dict[str, Any]], val: list[dict[str, Any]], pack: str) -> dict[str, Any]:
     """The content of shards.json, from the lists of all blocks: what the shards are made from and what each holds.

@@ -19,23 +19,27 @@ Where rows are stored in a byte a value, `student`, `target` and `vision` are in
 factors of its row, `<name>_scale`, and of its dimension, `<name>_columns`, both f32, and is read back as bf16. Without
 factors for dimensions, of which a few may be hundreds of times as large as the others, these would lose all digits.
 
-The header (metadata key `trainer`, JSON) says what the shard was made from and carries a checksum of everything.
+Samples that stand next to each other make a chunk, of some megabytes: what is read, verified and shuffled at a time.
+The header (metadata key `trainer`, JSON) says what the shard was made from, and lists the chunks: the number of samples
+of each and a checksum of their rows. Its own checksum covers all the rest.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trainer import safetensors_files
 from trainer.errors import TrainerError
 from trainer.files import written_whole
+from trainer.safetensors_files import Stored
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ Moments = tuple[torch.Tensor, torch.Tensor]
 # Rows that are converted at a time: a wider copy of all would be several times the shard.
 _PIECE = 4096
 _TINY = 1e-30  # stands for a scale of zero
+# Bytes of a chunk's rows, in bf16 whatever they are stored in, so that the order of training does not depend on that.
+CHUNK_BYTES = 1 << 23
+# The tensors of rows, and those of the numbers of rows before each sample.
+OFFSETS = {"student": "student_offsets", "target": "offsets", "vision": "vision_offsets"}
+# The tensors with a value for each row, and which rows these are.
+OF_ROWS = {"slots": "target", "target_at": "target", "vision_at": "vision"}
 
 
 def write(
@@ -77,7 +87,8 @@ def write(
     Args:
         path: the file.
         samples: in the order they are stored; may be empty.
-        header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids` and `checksum` are added.
+        header: what the shard was made from; `samples`, `rows`, `student_rows`, `ids`, `chunks` and `checksum` are
+            added.
         dims: (student_dim, teacher_dim), and vision_dim of packs with pictures.
         moments: (sums, sums of squares) per dimension, f64, of all student and all target rows, where they are known;
             they are those of bf16 rows.
@@ -111,6 +122,8 @@ def write(
         "student_rows": len(student),
         "ids": [s.id for s in samples],
     }
+    sizes = [sum(2 * it.numel() for it in (s.student, s.target, s.vision) if it is not None) for s in samples]
+    header["chunks"] = list(_chunks(tensors, sizes))
     header["checksum"] = _checksum(header, tensors)
     with written_whole(path) as aside:
         save_file(tensors, aside, metadata={"trainer": json.dumps(header, sort_keys=True)})
@@ -152,10 +165,9 @@ def _stored(name: str, rows: torch.Tensor, storage: Storage) -> dict[str, torch.
     return {name: values, f"{name}_scale": scales, f"{name}_columns": columns}
 
 
-def _read_back(name: str, tensors: dict[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
-    """Rows `start` to `stop`, in bf16."""
-    rows, scales = tensors[name][start:stop], tensors.get(f"{name}_scale")
-    return rows if scales is None else (rows * scales[start:stop, None] * tensors[f"{name}_columns"]).bfloat16()
+def _read_back(rows: torch.Tensor, scales: torch.Tensor | None, columns: torch.Tensor | None) -> torch.Tensor:
+    """Rows as they were stored, in bf16."""
+    return rows if scales is None else (rows * scales[:, None] * columns).bfloat16()
 
 
 def _moments(name: str, tensors: dict[str, torch.Tensor]) -> Moments:
@@ -163,77 +175,168 @@ def _moments(name: str, tensors: dict[str, torch.Tensor]) -> Moments:
     total = torch.zeros(dim, dtype=torch.float64)
     squares = torch.zeros_like(total)
     for start in range(0, rows, _PIECE):
-        part = _read_back(name, tensors, start, start + _PIECE).double()
+        stored = (tensors[it][start : start + _PIECE] if it in tensors else None for it in (name, f"{name}_scale"))
+        part = _read_back(*stored, tensors.get(f"{name}_columns")).double()
         total += part.sum(0)
         squares += part.square().sum(0)
     return total, squares
 
 
+def _chunks(tensors: dict[str, torch.Tensor], sizes: list[int]) -> Iterator[list[Any]]:
+    """The number of samples and the checksum of each chunk, of samples of these sizes."""
+    first = total = 0
+    for number, size in enumerate(sizes, 1):
+        total += size
+        if total >= CHUNK_BYTES or number == len(sizes):
+            rows = {}
+            for name in _row_tensors(tensors):
+                offsets = tensors[OFFSETS[name.removesuffix("_scale")]]
+                rows[name] = tensors[name][offsets[first] : offsets[number]]
+            yield [number - first, _checksum_of(rows)]
+            first, total = number, 0
+
+
+def _row_tensors(names: Iterable[str]) -> list[str]:
+    return [name for name in sorted(names) if name.removesuffix("_scale") in OFFSETS]
+
+
 def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    """The checksum of a header and of the tensors that do not hold rows."""
     described = json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True)
+    rest = {name: it for name, it in tensors.items() if name not in _row_tensors(tensors)}
+    return _checksum_of(rest, described)
+
+
+def _checksum_of(tensors: dict[str, torch.Tensor], described: str = "") -> str:
     state = xxhash.xxh3_128(described.encode())
     for name in sorted(tensors):
         state.update(name.encode())
-        state.update(tensors[name].contiguous().view(torch.uint8).reshape(-1).numpy().data)
+        state.update(_bytes_of(tensors[name]))
     return state.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
 
 
 @dataclass
 class Shard:
-    """A shard opened for reading; tensors are views of the mapped file."""
+    """A shard opened for reading: all but its rows is in memory and verified.
+
+    columns: the tensors that do not hold rows.
+    chunks: the first sample of each chunk, and the end.
+    bytes_read: bytes of rows that were read.
+    """
 
     path: Path
     header: dict[str, Any] = field(init=False)
+    columns: dict[str, torch.Tensor] = field(init=False)
+    chunks: list[int] = field(init=False)
+    bytes_read: int = 0
 
     def __post_init__(self) -> None:
         try:
-            with safe_open(self.path, "pt") as file:
-                self.header = json.loads((file.metadata() or {})["trainer"])
-        except (SafetensorError, OSError, KeyError, ValueError):
+            self._stored, metadata = safetensors_files.header(self.path)
+            self.header = json.loads(metadata["trainer"])
+            self.chunks = np.cumsum([0, *(samples for samples, _ in self.header["chunks"])]).tolist()
+            self._rows = _row_tensors(self._stored)
+            rest = {name: stored for name, stored in self._stored.items() if name not in self._rows}
+            self.columns = {name: torch.empty(it.shape, dtype=it.dtype) for name, it in rest.items()}
+            self._read((stored, self.columns[name]) for name, stored in rest.items())
+            if _checksum(self.header, self.columns) != self.header["checksum"]:
+                raise ValueError("its checksum is wrong")
+        except (OSError, KeyError, ValueError, TypeError, AttributeError):
             raise to_rebuild(self.path, "damaged" if self.path.exists() else "missing") from None
 
     def __len__(self) -> int:
         return self.header["samples"]
 
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, mapped, not read."""
-        with safe_open(self.path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
 
-    @cached_property
-    def offsets(self) -> list[int]:
-        """Where the target rows of each sample begin, and the end."""
-        return self.tensors["offsets"].tolist()
+    def size(self, name: str) -> tuple[int, int]:
+        """Number of rows of a name ("student", "target", "vision"), and of their dimensions."""
+        rows, dim = self._stored[name].shape
+        return rows, dim
 
-    @cached_property
-    def student_offsets(self) -> list[int]:
-        """Where the student rows of each sample begin, and the end."""
-        return self.tensors["student_offsets"].tolist()
+    def chunk_rows(self, name: str, chunk: int) -> tuple[int, int]:
+        """The first row of a chunk, and the end."""
+        offsets = self.columns[OFFSETS[name]]
+        return int(offsets[self.chunks[chunk]]), int(offsets[self.chunks[chunk + 1]])
 
-    @cached_property
-    def vision_offsets(self) -> list[int]:
-        """Where the vision rows of each sample begin, and the end."""
-        return self.tensors["vision_offsets"].tolist()
+    def chunk_bytes(self, chunk: int) -> int:
+        """Bytes that the rows of a chunk take in memory."""
+        spans = {name: self.chunk_rows(name, chunk) for name in OFFSETS if name in self}
+        return sum(2 * (end - first) * self.size(name)[1] for name, (first, end) in spans.items())
 
-    def rows(self, sample: int) -> Rows:
-        """The rows of one sample."""
-        a, b = self.offsets[sample : sample + 2]
-        c, d = self.student_offsets[sample : sample + 2]
-        t = self.tensors
-        more: dict[str, Any] = {}
-        if "vision" in t:
-            e, f = self.vision_offsets[sample : sample + 2]
-            more = {"vision": _read_back("vision", t, e, f), "vision_at": t["vision_at"][e:f].tolist()}
-        if "target_at" in t:
-            more |= {"target_at": t["target_at"][a:b].tolist(), "start": int(t["start"][sample])}
-        slots = t["slots"][a:b].tolist()
-        student, target = _read_back("student", t, c, d), _read_back("target", t, a, b)
-        return Rows(self.header["ids"][sample], slots, student, target, **more)
+    def described(self, chunk: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Of a chunk: how many rows of each name each sample has, and the columns that have a value a row or sample."""
+        samples = slice(self.chunks[chunk], self.chunks[chunk + 1])
+        counts, columns = {}, {}
+        for name in (name for name in OFFSETS if name in self):
+            counts[name] = self.columns[OFFSETS[name]][samples.start : samples.stop + 1].diff().numpy()
+        for name, of in OF_ROWS.items():
+            if name in self and len(self.columns[name]) == self.size(of)[0]:  # `slots` may be empty
+                columns[name] = self.columns[name][slice(*self.chunk_rows(of, chunk))].numpy()
+        if "start" in self:
+            columns["start"] = self.columns["start"][samples].numpy()
+        return counts, columns
+
+    def read(self, chunk: int, out: dict[str, torch.Tensor]) -> None:
+        """Read and verify the rows of a chunk.
+
+        Args:
+            chunk: its number.
+            out: where they go: of each name that there is, [rows of the chunk, dim] bf16.
+
+        Raises:
+            TrainerError: they are damaged; the shard was set aside.
+        """
+        if not self._read_chunk(chunk, out):
+            raise to_rebuild(self.path, "damaged")
 
     def damaged(self) -> bool:
-        """Whether the content differs from what was written. Reads the whole file."""
-        return _checksum(self.header, self.tensors) != self.header.get("checksum")
+        """Whether rows differ from what was written. Reads the whole file."""
+        for chunk in range(len(self.chunks) - 1):
+            out = {}
+            for name in (name for name in OFFSETS if name in self):
+                first, end = self.chunk_rows(name, chunk)
+                out[name] = torch.empty(end - first, self.size(name)[1], dtype=torch.bfloat16)
+            if not self._read_chunk(chunk, out):
+                return True
+        return False
+
+    def _read_chunk(self, chunk: int, out: dict[str, torch.Tensor]) -> bool:
+        wanted, rows = [], {}
+        for name in self._rows:
+            stored = self._stored[name]
+            first, end = self.chunk_rows(name.removesuffix("_scale"), chunk)
+            size = stored.bytes // max(1, stored.shape[0])
+            part = Stored(stored.file, stored.dtype, (), stored.start + first * size, (end - first) * size)
+            into = out.get(name)
+            if into is None or stored.dtype != into.dtype:
+                into = torch.empty(end - first, *stored.shape[1:], dtype=stored.dtype)
+            rows[name] = into
+            wanted.append((part, into))
+        try:
+            self._read(wanted)
+        except (OSError, ValueError):
+            return False
+        self.bytes_read += sum(part.bytes for part, _ in wanted)
+        if _checksum_of(rows) != self.header["chunks"][chunk][1]:
+            return False
+        for name in (name for name in rows if f"{name}_scale" in rows):
+            out[name].copy_(_read_back(rows[name], rows[f"{name}_scale"], self.columns[f"{name}_columns"]))
+        return True
+
+    def _read(self, wanted: Iterable[tuple[Stored, torch.Tensor]]) -> None:
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            for stored, into in wanted:
+                if into.numel():
+                    safetensors_files.read(handle, stored.start, _bytes_of(into))
+        finally:
+            os.close(handle)
 
 
 def why_stale(path: Path, inputs: str) -> str | None:

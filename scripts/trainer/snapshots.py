@@ -27,11 +27,11 @@ def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str,
     path, checkpoint = _find(run, settings.snapshot.at, training)
     tensors, meta = checkpoints.load(path)
     _check_shards(run, settings, meta)
-    mean = tensors["scale.target_mean"]
-    if "in_proj.weight" in tensors:  # a kept step: the tensors of the file
-        del tensors["scale.target_mean"]
+    if "mean_row" in tensors:  # a kept step: the tensors of the file
+        mean = tensors.pop("mean_row")
     else:  # a state or best checkpoint
-        tensors = checkpoints.exported(*checkpoints.unpack(tensors))
+        weights, scale = checkpoints.unpack(tensors)
+        tensors, mean = checkpoints.exported(weights, scale), scale.mean
     if checkpoint != "best":
         checkpoint = f"step{meta['step']}"
     values = export.keys(settings, tensors, meta, materials, checkpoint, snapshot=True)

@@ -23,6 +23,7 @@ class Standardization:
     """Means and standard deviations, f32: student [student_dim], target [teacher_dim].
 
     vision_rms: root mean squares [vision_dim], of packs with pictures.
+    row_mean, error_std: where rows are raw (`bare`), the mean teacher row and what errors are divided by [teacher_dim].
     """
 
     student_mean: torch.Tensor
@@ -30,6 +31,8 @@ class Standardization:
     target_mean: torch.Tensor
     target_std: torch.Tensor
     vision_rms: torch.Tensor | None = None
+    row_mean: torch.Tensor | None = None
+    error_std: torch.Tensor | None = None
 
     @classmethod
     def of(cls, shards: Iterable[Shard], floor: float) -> "Standardization":
@@ -38,12 +41,12 @@ class Standardization:
         `floor` keeps the targets' near-constant dimensions (T5-XXL has about 120) from being blown up to noise. What
         the adapter reads has a floor of a hundredth of the median.
         """
-        files = [shard.tensors for shard in shards]
+        shards = list(shards)
 
         def moments(name: str) -> tuple[torch.Tensor, torch.Tensor]:
             """Means of the rows and of their squares."""
-            count = max(1, sum(len(tensors[name]) for tensors in files))
-            total, squares = (sum(tensors[f"{name}_{part}"] for tensors in files) for part in ("sum", "sumsq"))
+            count = max(1, sum(shard.size(name)[0] for shard in shards))
+            total, squares = (sum(shard.columns[f"{name}_{part}"] for shard in shards) for part in ("sum", "sumsq"))
             return total / count, squares / count
 
         def floored(values: torch.Tensor) -> torch.Tensor:
@@ -58,8 +61,27 @@ class Standardization:
             student_std=floored(deviations["student"]),
             target_mean=means["target"].float(),
             target_std=deviations["target"].clamp_min(floor).float(),
-            vision_rms=floored(moments("vision")[1].sqrt()) if "vision" in files[0] else None,
+            vision_rms=floored(moments("vision")[1].sqrt()) if "vision" in shards[0] else None,
         )
+
+    def bare(self, targets: bool) -> "Standardization":
+        """None of inputs, nor, if `targets`, of targets, whose errors are then divided by their deviations."""
+        plain = replace(
+            self,
+            student_mean=torch.zeros_like(self.student_mean),
+            student_std=torch.ones_like(self.student_std),
+            vision_rms=None if self.vision_rms is None else torch.ones_like(self.vision_rms),
+        )
+        if not targets:
+            return plain
+        kept = {"row_mean": self.target_mean, "error_std": self.target_std}
+        zeros, ones = torch.zeros_like(self.target_mean), torch.ones_like(self.target_std)
+        return replace(plain, target_mean=zeros, target_std=ones, **kept)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean teacher row, [teacher_dim]."""
+        return self.target_mean if self.row_mean is None else self.row_mean
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What there is of the fields, by name."""

@@ -5,6 +5,7 @@ import io
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,37 +14,30 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer import adapters, checkpoints, devices, packs, scoring
-from trainer.batches import Batch, Loader, Order
-from trainer.config import Settings, Train, write_stage_settings
+from trainer import adapters, checkpoints, devices, packs, recipe, scoring
+from trainer.batches import Batch
+from trainer.config import Settings, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
 from trainer.job import announce, duration, log
+from trainer.loading import Loader
+from trainer.processes import Together
 from trainer.shard_index import listed
-from trainer.shards import Shard, to_rebuild
-from trainer.standardization import Standardization
+from trainer.shards import Shard
+from trainer.vocabulary import Vocabulary
 
 COLUMNS = ["step", "time", "loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s", "val_cos", "val_rel_mse"]
 
-# Weights that come from a file: which of the adapter's, and which of the file's.
-_GIVEN = {"seed_table": ("t5_embed.weight", "table"), "vision_proj": ("vision_proj.weight", "weight")}
+# Share of the time that training waits for the loader from which on the log says so.
+WAITING = 0.03
 
 
 class StoppedError(TrainerError):
     """Training was asked to stop, and saved."""
-
-
-def learning_rate(step: int, steps: int, settings: Train) -> float:
-    """The rate of 0-based `step`: linear warm-up, constant, then linear to 0 over the last `decay_fraction`.
-
-    Only the last part depends on the plan, so that a plan that is raised or lowered while the rate is constant changes
-    nothing that was done, and a lowered one still gets its decay.
-    """
-    decay = max(1, round(settings.decay_fraction * steps))
-    return settings.lr * min(1.0, (step + 1) / max(1, settings.warmup), max(0.0, (steps - step) / decay))
 
 
 @dataclass
@@ -78,57 +72,50 @@ class Trainer:
         torch.set_float32_matmul_precision("high")
         self.settings, self.options, self.inputs, self.plan = settings, settings.train, inputs, plan
         self.steps = settings.train.steps
-        self.device = devices.pick(settings.train.device)
+        self.together = Together(settings.train.device)
+        self.device = self.together.device
         self.autocast = devices.multiplies_bf16(self.device)
         self.folder = inputs.run / "checkpoints"
         self.metrics_file = inputs.run / "metrics.csv"
         self.queries = settings.adapter.queries
         self.metric = packs.get(settings.pack).metric
-        self.micro_batch = self.options.micro_batch or self.options.batch_size
+        self.batch_tokens = self.options.batch_tokens or sys.maxsize
         self.made_from = {
             "adapter": settings.adapter.fingerprint(),
             "train": settings.train.fingerprint(),
             "shards": digest(inputs.index),
         }
         self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}
-        self.val = self._open_val()
+        if not inputs.index["train"]["samples"] or not inputs.index["val"]["samples"]:
+            raise TrainerError(f"the shards of {inputs.run} hold no samples; see corpus.json and the logs")
+        self.train, self.val = ([Shard(path) for path in files] for files in (inputs.train, inputs.val))
+        self.writer = checkpoints.Writer()
+        self.finite = torch.tensor(True, device=self.device)
         self._start()
         self._resume()
-
-    def _open_val(self) -> list[Shard]:
-        shards = [Shard(path) for path in self.inputs.val]
-        for shard in shards:
-            if shard.damaged():
-                raise to_rebuild(shard.path, "damaged")
-        if not self.inputs.index["train"]["samples"] or not self.inputs.index["val"]["samples"]:
-            raise TrainerError(f"the shards of {self.inputs.run} hold no samples; see corpus.json and the logs")
-        return shards
+        self.adapter.compiled = self.options.compile
 
     def _start(self) -> None:
         """A fresh adapter at step 0."""
         torch.manual_seed(self.options.seed)
-        adapter = adapters.fresh(self.settings.adapter)
-        for name, path in self.inputs.given.items():
-            mine, stored = _GIVEN[name]
-            adapter.state_dict()[mine].copy_(load_file(path)[stored])
+        shape, given = self.settings.adapter, {name: load_file(path) for name, path in self.inputs.given.items()}
+        self.vocabulary = None
+        if shape.vocabulary:
+            self.vocabulary = Vocabulary(
+                recipe.seeds(given["seed_table"]["table"], self.options), self.train + self.val
+            )
+            shape = shape.model_copy(update={"vocabulary": len(self.vocabulary)})
+        adapter = adapters.fresh(shape)
+        if self.vocabulary:
+            adapter.t5_embed.weight.data = self.vocabulary.start
+        if shape.vision_dim:
+            adapter.vision_proj.weight.copy_(given["vision_proj"]["weight"])
         self.adapter = adapter.to(self.device)
-        self.scale = Standardization.of(map(Shard, self.inputs.train), self.options.sigma_floor).to(self.device)
-        self.optimizer = self._optimizer()
+        self.scale = recipe.standardization(self.train, self.options, self.metric).to(self.device)
+        self.optimizer = recipe.optimizer(self.adapter, self.options)
         self.step = 0
         self.best_cos: float | None = None
         self.last_val: dict[str, float] | None = None
-
-    def _optimizer(self) -> torch.optim.AdamW:
-        """AdamW; matrices decay, norms, biases, queries and the seed table do not."""
-        decayed, free = [], []
-        for name, parameter in self.adapter.named_parameters():
-            matrix = parameter.dim() == 2 and name not in ("query", "t5_embed.weight")
-            (decayed if matrix else free).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": self.options.weight_decay},
-            {"params": free, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.options.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -141,16 +128,22 @@ class Trainer:
                 self._restore(tensors, meta)
                 log.info("resuming at step %d of %d", self.step, self.steps)
                 return
-            place = checkpoints.set_aside(self.folder)
-            log.info(
-                "the checkpoints were trained with other inputs (%s): moved to %s, training starts over",
-                ", ".join(_differences(meta["made_from"], self.made_from)),
-                place,
-            )
+            self._set_aside(meta["made_from"])
         log.info("training from the start to step %d", self.steps)
+
+    def _set_aside(self, made_from: dict[str, Any]) -> None:
+        if not self.together.leader:
+            return
+        place = checkpoints.set_aside(self.folder)
+        log.info(
+            "the checkpoints were trained with other inputs (%s): moved to %s, training starts over",
+            *(", ".join(_differences(made_from, self.made_from)), place),
+        )
 
     def _restore(self, tensors: checkpoints.Tensors, meta: dict[str, Any]) -> None:
         weights, scale = checkpoints.unpack(tensors)
+        if self.vocabulary:
+            weights["t5_embed.weight"] = self.vocabulary.narrow(weights["t5_embed.weight"])
         self.adapter.load_state_dict(weights)
         self.scale = scale.to(self.device)
         self.step, self.best_cos, self.last_val = meta["step"], meta["best_cos"], meta["last_val"]
@@ -160,7 +153,6 @@ class Trainer:
                 "exp_avg": tensors[f"exp_avg.{name}"].to(self.device),
                 "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(self.device),
             }
-        torch.set_rng_state(tensors["rng"])
         if self.metrics_file.exists():
             rows = csv.DictReader(io.StringIO(self.metrics_file.read_text()))
             self.records = [row for row in rows if row["step"].isdigit() and int(row["step"]) <= self.step]
@@ -174,20 +166,40 @@ class Trainer:
             "made_from": self.made_from,
         } | more
 
+    def _packed(self) -> checkpoints.Tensors:
+        """Copies of the weights, all rows of the seed table included, and the standardization."""
+        weights = dict(self.adapter.state_dict())
+        if self.vocabulary:
+            weights["t5_embed.weight"] = self.vocabulary.widen(weights["t5_embed.weight"])
+        return checkpoints.copies(checkpoints.pack(weights, self.scale))
+
     def save(self) -> None:
-        """Save the state; the previous one stays until the new one is whole."""
-        tensors = checkpoints.pack(self.adapter, self.scale) | {"rng": torch.get_rng_state()}
-        for name, parameter in self.adapter.named_parameters():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment]
-        self._write_metrics()
-        checkpoints.save(self.folder / "state.safetensors", tensors, self._meta())
+        """Save the state, while training goes on; the previous one stays until the new one is whole."""
+        tensors = {
+            f"{moment}.{name}": self.optimizer.state[parameter][moment]
+            for name, parameter in self.adapter.named_parameters()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        tensors = checkpoints.copies(tensors) | self._packed()
+        self.writer.submit(self._write_state, tensors, self._meta(), list(self.records))
+
+    def _write_state(self, tensors: checkpoints.Tensors, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
+        # First, so that a resume finds every step before the state's.
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        write_text(self.metrics_file, text.getvalue())
+        checkpoints.save(self.folder / "state.safetensors", tensors, meta)
 
     def keep(self, val: dict[str, float] | None) -> None:
         """Keep this step for export at any later time."""
-        exported = checkpoints.exported(*checkpoints.unpack(checkpoints.pack(self.adapter, self.scale)))
-        path = checkpoints.kept_path(self.folder, self.step)
-        checkpoints.save(path, exported | {"scale.target_mean": self.scale.target_mean}, self._meta(val=val))
+        self.writer.submit(self._write_kept, self._packed(), self._meta(val=val), self.step)
+
+    def _write_kept(self, packed: checkpoints.Tensors, meta: dict[str, Any], step: int) -> None:
+        weights, scale = checkpoints.unpack(packed)
+        tensors = checkpoints.exported(weights, scale) | {"mean_row": scale.mean}
+        checkpoints.save(checkpoints.kept_path(self.folder, step), tensors, meta)
         if self.options.keep_last:
             for old in checkpoints.kept(self.folder)[: -self.options.keep_last]:
                 old.unlink()
@@ -197,9 +209,11 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Score the current weights on the val split."""
         self.adapter.eval()
-        predict = scoring.predictor(self.adapter, self.scale)
         val = scoring.batches(self.val, self.options.batch_size, self.queries)
-        metrics = scoring.score(predict, val, self.scale.target_mean, self.metric).metrics()
+        if self.vocabulary:
+            val = ((ids, self.vocabulary.numbered(batch)) for ids, batch in val)
+        predict = scoring.predictor(self.adapter, self.scale)
+        metrics = scoring.score(predict, val, self.scale.mean, self.metric).metrics()
         self.adapter.train()
         log.info("step %d: val cosine %.4f, rel_mse %.4f", self.step, metrics[self.metric], metrics["rel_mse"])
         return metrics
@@ -210,8 +224,9 @@ class Trainer:
         self._record(val_cos=cosine, val_rel_mse=metrics["rel_mse"])
         if self.best_cos is None or cosine > self.best_cos:
             self.best_cos = cosine
-            path = self.folder / "best.safetensors"
-            checkpoints.save(path, checkpoints.pack(self.adapter, self.scale), self._meta(val=metrics))
+            self.writer.submit(
+                *(checkpoints.save, self.folder / "best.safetensors", self._packed(), self._meta(val=metrics))
+            )
 
     def _validated(self) -> bool:
         """Whether the current step was validated."""
@@ -229,13 +244,6 @@ class Trainer:
     def _newest(self, column: str) -> dict[str, Any] | None:
         return next((row for row in reversed(self.records) if row.get(column)), None)
 
-    def _write_metrics(self) -> None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.records)
-        write_text(self.metrics_file, text.getvalue())
-
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self, requests: Requests) -> None:
@@ -245,56 +253,78 @@ class Trainer:
             StoppedError: asked to; the state is saved.
             TrainerError: the loss is not finite, a shard is damaged, the disk is full.
         """
-        self.events = SummaryWriter(self.inputs.run / "tensorboard", purge_step=self.step + 1)
-        counts = [shard["samples"] for shard in self.inputs.index["train"]["shards"]]
-        order = Order(counts, self.options.seed, self.options.shuffle_shards)
-        position = self.step * self.options.batch_size
-        loader = Loader(
-            *(self.inputs.train, order, position, self.options.batch_size, self.queries),
-            pin=self.device.type == "cuda",
-        )
+        events = self.inputs.run / "tensorboard"
+        self.events = SummaryWriter(events, purge_step=self.step + 1) if self.together.leader else None
+        loader = self.loader()
         try:
             self._follow(loader, requests)
+            self.writer.wait()
         finally:
             loader.close()
-            self.events.close()
+            if self.events:
+                self.events.close()
+
+    def loader(self) -> Loader:
+        """The batches from the current step on."""
+        return Loader(
+            *(self.train, self.queries),
+            seed=self.options.seed,
+            window=int(self.options.shuffle_mb * 1e6),
+            position=self.step * self.options.batch_size,
+            size=self.options.batch_size,
+            pin=self.device.type == "cuda",
+            rank=self.together.rank,
+            processes=self.together.size,
+        )
 
     def _follow(self, loader: Loader, requests: Requests) -> None:
-        start, done, since = time.monotonic(), self.step, time.monotonic()
-        first = self.step
+        options, leader = self.options, self.together.leader
+        pace = Pace(self.step)
         while self.step < self.steps:
-            # With validations and saves, for the time that is left; the log tells the rate without them.
-            pace = (self.step - first) / max(_since(start), 1e-9)
-            announce(what="training", done=self.step, total=self.steps, unit="steps", rate=pace)
-            figures = self._step(next(loader))
+            announce(what="training", done=self.step, total=self.steps, unit="steps", rate=pace.overall(self.step))
+            figures = self._step(*next(loader))
             self.step += 1
-            options, step = self.options, self.step
+            step = self.step
             if step % options.log_every == 0 or step == self.steps:
-                now = time.monotonic()
-                rate = (step - done) / max(now - since, 1e-9)
-                done, since = step, now
-                figures = {name: float(value) for name, value in figures.items()}
-                self._record(**figures, prompts_per_s=rate * options.batch_size)
-                left = duration((self.steps - step) / rate)
-                log.info(
-                    "step %d/%d: loss %.4f, cosine %.4f, rate %.2e, %.1f prompts/s, %s left",
-                    *(step, self.steps, figures["loss"], figures["cos"], figures["lr"]),
-                    *(rate * options.batch_size, left),
-                )
-                self._look_at_plan()
+                self._check()
+                if leader:
+                    self._report(figures, *pace.lap(step, loader.waited))
+                    self._look_at_plan()
+            asked = (requests.snapshot(), requests.stop()) if leader else (False, False)
+            self.steps, snapshot, stop = self.together.leaders(self.steps, *asked)
             ended = step >= self.steps
-            if step % options.val_every == 0 or ended:
-                self._validate_and_keep_best()
-            if options.keep_every and step % options.keep_every == 0:
-                self.keep(self.last_val if step % options.val_every == 0 or ended else None)
-            if requests.snapshot():
-                self.keep(self.validate())  # never the best: a snapshot must not change what is trained
-            stop = requests.stop() and not ended
-            if step % options.save_every == 0 or ended or stop:
-                self.save()
-            if stop:
+            validated = step % options.val_every == 0 or ended
+            kept = bool(options.keep_every) and step % options.keep_every == 0
+            saved = step % options.save_every == 0 or ended or (stop and not ended)
+            if validated or kept or saved or snapshot:
+                self._check()
+            if leader:
+                if validated:
+                    self._validate_and_keep_best()
+                if kept:
+                    self.keep(self.last_val if validated else None)
+                if snapshot:
+                    self.keep(self.validate())  # never the best: a snapshot must not change what is trained
+                    self.writer.wait()
+                    requests.answer_snapshot()
+                if saved:
+                    self.save()
+            if stop and not ended:
+                self.writer.wait()
                 raise StoppedError(f"stopped at step {step} as asked; the same command resumes there")
-        self._finish(start)
+        if leader:
+            self._finish(pace)
+
+    def _report(self, figures: dict[str, float | torch.Tensor], rate: float, waited: float) -> None:
+        figures = {name: float(value) for name, value in figures.items()}
+        prompts = rate * self.options.batch_size
+        self._record(**figures, prompts_per_s=prompts)
+        log.info(
+            "step %d/%d: loss %.4f, cosine %.4f, rate %.2e, %.1f prompts/s, %s left%s",
+            *(self.step, self.steps, figures["loss"], figures["cos"], figures["lr"], prompts),
+            duration((self.steps - self.step) / rate),
+            f", {waited:.0%} of the time waiting for the disk" if waited > WAITING else "",
+        )
 
     def _look_at_plan(self) -> None:
         try:
@@ -306,8 +336,9 @@ class Trainer:
             log.info("train.steps is now %d (it was %d)", steps, self.steps)
             self.steps = steps
 
-    def _finish(self, start: float) -> None:
+    def _finish(self, pace: "Pace") -> None:
         """Leave the plan and settings in force where Snakemake looks for them, and a best checkpoint."""
+        self.writer.wait()
         write_stage_settings(self.settings, "train")
         write_if_changed(self.inputs.run / "settings" / "plan.json", {"steps": self.steps})
         gone = not (self.folder / "best.safetensors").exists()
@@ -317,49 +348,94 @@ class Trainer:
         if gone or not self._validated():  # not if the plan was lowered to where training had been stopped
             self._validate_and_keep_best()
             self.save()
-        log.info("trained to step %d in %s; best val cosine %.4f", self.step, duration(_since(start)), self.best_cos)
+        log.info("trained to step %d in %s; best val cosine %.4f", self.step, duration(pace.spent), self.best_cos)
 
-    def _step(self, batch: Batch) -> dict[str, float | torch.Tensor]:
-        rate = learning_rate(self.step, self.steps, self.options)
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _step(self, batch: Batch, rows: int) -> dict[str, float | torch.Tensor]:
+        """A step of the optimizer on (this process's share of) a batch of so many target rows; gives its figures."""
+        rate = recipe.learning_rate(self.step, self.steps, self.options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         while True:
             try:
-                figures = self._gradients(batch)
+                sums = self._gradients(batch, rows)
                 break
             except torch.OutOfMemoryError:
-                if self.micro_batch == 1:
-                    raise TrainerError(
-                        f"out of memory on {self.device} with one prompt at a time: lower adapter.width or depth"
-                    ) from None
-                self.micro_batch = -(-self.micro_batch // 2)
-                log.info("out of memory: going on with %d prompts a forward pass", self.micro_batch)
-        limit = self.options.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), limit)
-        if not torch.isfinite(norm):
-            raise TrainerError(
-                f"the gradient became {float(norm)} at step {self.step + 1}; the state saved before it is untouched: "
-                "lower train.lr, or look at the shards' statistics in the report"
-            )
+                self._go_smaller(batch)
+            except TorchDynamoException as error:
+                self.adapter.compiled = False
+                reason = str(error).strip().partition("\n")[0]
+                log.warning("train.compile: kernels cannot be made here (%s); going on without", reason)
+        parameters = list(self.adapter.parameters())
+        self.together.add_up([*(parameter.grad for parameter in parameters), sums])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.options.grad_clip or math.inf)
+        # Looked at later: to wait for it here would leave a GPU idle at every step.
+        self.finite &= torch.isfinite(norm)
         self.optimizer.step()
-        return figures | {"lr": rate, "grad_norm": norm}
+        return dict(zip(("loss", "mse", "cos"), sums / rows, strict=True)) | {"lr": rate, "grad_norm": norm}
 
-    def _gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Gradients of a whole batch, in parts if need be; gives its figures."""
+    def _gradients(self, batch: Batch, rows: int) -> torch.Tensor:
+        """Gradients of the batch, in parts if need be; gives its sums of objective, squared error and cosine, f64."""
         self.optimizer.zero_grad(set_to_none=True)
-        rows = len(batch.target)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for chunk in batch.split(self.micro_batch):
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if self.vocabulary:
+            batch = self.vocabulary.numbered(batch)
+        for chunk in batch.split(self.batch_tokens):
             chunk = chunk.to(self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
                 part = scoring.loss(self.adapter, self.scale, chunk, self.options.cos_weight, self.metric)
             (part.objective / rows).backward()
-            sums += torch.stack([part.objective.detach(), part.squared, part.cosine]).double().cpu()
-        return dict(zip(("loss", "mse", "cos"), sums / rows, strict=True))
+            sums += torch.stack([part.objective.detach(), part.squared, part.cosine])
+        return sums
+
+    def _go_smaller(self, batch: Batch) -> None:
+        """Use less memory for a batch: in smaller parts, then with blocks computed again in the backward pass."""
+        sizes = [student + target for student, target in zip(batch.lengths, batch.counts, strict=True)]
+        if self.batch_tokens > min(sizes):
+            self.batch_tokens = min(self.batch_tokens, sum(sizes)) // 2
+            log.info("out of memory: going on with %d rows a forward pass", self.batch_tokens)
+        elif not self.adapter.recompute:
+            self.adapter.recompute = True
+            log.info("out of memory with one prompt at a time: going on with blocks computed twice")
+        else:
+            raise TrainerError(
+                f"out of memory on {self.device} with one prompt at a time: lower adapter.width or depth"
+            ) from None
+
+    def _check(self) -> None:
+        """Raises TrainerError if a gradient was not finite; what was saved before is untouched."""
+        if not self.finite:
+            raise TrainerError(
+                f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
+                "untouched: lower train.lr, or look at the shards' statistics in the report"
+            )
 
 
-def _since(start: float) -> float:
-    return time.monotonic() - start
+class Pace:
+    """How fast training is, and how much of the time it waits for the loader."""
+
+    def __init__(self, step: int) -> None:
+        self._start = self._since = time.monotonic()
+        self._first = self._step = step
+        self._waited = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds from the first step on."""
+        return time.monotonic() - self._start
+
+    def overall(self, step: int) -> float:
+        """Steps a second, validations and saves included."""
+        return (step - self._first) / max(self.spent, 1e-9)
+
+    def lap(self, step: int, waited: float) -> tuple[float, float]:
+        """Steps a second since the last lap, and the share of the time spent waiting, from all seconds waited."""
+        now = time.monotonic()
+        seconds = max(now - self._since, 1e-9)
+        rate, share = (step - self._step) / seconds, (waited - self._waited) / seconds
+        self._since, self._step, self._waited = now, step, waited
+        return rate, share
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -378,5 +454,6 @@ def train(settings: Settings, inputs: Inputs, plan: Callable[[int], int], reques
     """Train as far as the plan says, or find that this is done; then `output` is the best checkpoint."""
     trainer = Trainer(settings, inputs, plan)
     trainer.run(requests)
-    with written_whole(output) as aside:
-        shutil.copyfile(trainer.folder / "best.safetensors", aside)
+    if trainer.together.leader:
+        with written_whole(output) as aside:
+            shutil.copyfile(trainer.folder / "best.safetensors", aside)

@@ -6,37 +6,25 @@ serves the next block of shards from RAM where there is enough.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trainer import safetensors_files
 from trainer.errors import TrainerError
+from trainer.safetensors_files import Stored
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# A model's weights; integers are something else.
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Bytes of a tensor in another dtype that are converted at a time.
 _PIECE = 1 << 24
 # A fast disk wants several requests at once.
 _READERS = 4
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its bytes are `start` to `start + bytes`.
-
-    dtype: None for a type that is no plain floating-point one, such as integers, which no model's weights are.
-    """
-
-    file: Path
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
 
 
 class Weights:
@@ -127,12 +115,12 @@ class Weights:
             part.copy_(piece.view(stored.dtype))
 
     def _read_bytes(self, stored: Stored, start: int, out: Tensor) -> None:
-        room = memoryview(out.numpy())
-        while room:
-            count = os.preadv(self._handle(stored.file), [room], start)
-            if not count:
-                raise TrainerError(f"{stored.file} ends within a tensor; get the teacher again")
-            room, start = room[count:], start + count
+        try:
+            safetensors_files.read(self._handle(stored.file), start, memoryview(out.numpy()))
+        except ValueError as error:
+            raise TrainerError(
+                f"the weights in {stored.file} cannot be read ({error}); get the teacher again"
+            ) from None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -153,22 +141,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _header(path: Path) -> dict[str, Stored]:
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("it ends within its header")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        implied = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if path.stat().st_size < implied:
-            raise ValueError("it is truncated")
-        return {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
+        tensors, _ = safetensors_files.header(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainerError(f"the weights in {path} cannot be read ({error}); get the teacher again") from None
-
-
-def _stored(path: Path, base: int, entry: dict) -> Stored:
-    dtype, shape, (start, end) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if dtype and end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError("its header contradicts itself")
-    return Stored(path, dtype, shape, base + start, end - start)
+    return {name: replace(it, dtype=it.dtype if it.dtype in _FLOATS else None) for name, it in tensors.items()}

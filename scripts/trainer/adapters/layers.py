@@ -1,10 +1,12 @@
 """What adapters of all kinds are made of. Module names are the engine's tensor names without the `adapter.` prefix."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 HEAD_DIM = 64
 
@@ -39,6 +41,33 @@ def _heads(rows: Tensor) -> Tensor:
 def _rows(heads: Tensor) -> Tensor:
     """[B, H, L, 64] -> [B, L, W]."""
     return heads.transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    """What adapters of all kinds have in common: blocks, one after another.
+
+    recompute: forget what blocks have inside, and compute it again in the backward pass: less memory, more time.
+    compiled: have torch make kernels for the blocks.
+    """
+
+    blocks: nn.ModuleList
+    recompute = False
+    compiled = False
+
+    def through(self, x: Tensor, *more: Any) -> Tensor:
+        """X through all blocks, which are given `more` as well."""
+        for block in self.blocks:
+            run = _compiled if self.compiled else _plain
+            x = checkpoint(run, block, x, *more, use_reentrant=False) if self.recompute else run(block, x, *more)
+        return x
+
+
+def _plain(block: nn.Module, x: Tensor, *more: Any) -> Tensor:
+    return block(x, *more)
+
+
+# For all blocks and sizes: numbers of samples and rows are variables of the kernels, not constants.
+_compiled = torch.compile(_plain, dynamic=True)
 
 
 def mlp(width: int) -> nn.Sequential:

@@ -7,7 +7,7 @@ The engine attends over all Q slots, pads included and unmasked, and over exactl
 import torch
 from torch import Tensor, nn
 
-from trainer.adapters.layers import Attention, mlp
+from trainer.adapters.layers import Attention, Stack, mlp
 from trainer.batches import Batch
 
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         return q + self.mlp(self.ln_mlp(q))
 
 
-class Resampler(nn.Module):
+class Resampler(Stack):
     """Query slots, plus the seed of their token where there is a vocabulary, through the blocks, to teacher rows.
 
     Initial weights: queries N(0, 0.02^2), torch's defaults elsewhere; training starts the seed table from the teacher.
@@ -52,6 +52,5 @@ class Resampler(nn.Module):
         q = self.query.expand(len(batch), -1, -1)
         if self.t5_embed is not None:
             q = q + self.t5_embed(batch.slots)
-        for block in self.blocks:
-            q = block(q, kv, mask)
+        q = self.through(q, kv, mask)
         return self.out_proj(self.ln_out(batch.wanted(q.flatten(0, 1))))

@@ -7,7 +7,7 @@ tower, and the adapter reads that row too.
 import torch
 from torch import Tensor, nn
 
-from trainer.adapters.layers import Attention, mlp
+from trainer.adapters.layers import Attention, Stack, mlp
 from trainer.batches import Batch
 
 
@@ -34,7 +34,7 @@ class Frozen(nn.Module):
         self.register_buffer("weight", torch.zeros(rows, columns))
 
 
-class TokenAligned(nn.Module):
+class TokenAligned(Stack):
     """The states, plus the tower's rows where there are some, through the blocks, to what is added to `skip(states)`.
 
     Initial weights: `out_proj` 0, so that `skip` alone gives the first rows, torch's defaults elsewhere. `vision_proj`
@@ -58,6 +58,5 @@ class TokenAligned(nn.Module):
         x = self.in_proj(batch.student)
         if self.vis_in is not None:
             x = x.index_add(0, batch.vision_at, self.vis_in(batch.vision).to(x.dtype))
-        for block in self.blocks:
-            x = block(x, batch.lengths)
+        x = self.through(x, batch.lengths)
         return self.out_proj(self.ln_out(batch.wanted(x))) + self.skip(batch.wanted(batch.student))
