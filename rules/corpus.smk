@@ -1,6 +1,6 @@
-# Prompts, and pictures with instructions: gathered, cleaned, de-duplicated and split into train and val. The pictures
-# (corpus/images) are no output, which Snakemake would delete when the job is stopped or done again: each is decoded
-# once. What lies in image folders is told by a digest in the settings.
+# Prompts, and pictures with instructions: gathered, cleaned, de-duplicated and split into train and val; and the prompts
+# of probe. The pictures (corpus/images) are no output, which Snakemake would delete when the job is stopped or done
+# again: each is decoded once. What lies in image folders is told by a digest in the settings.
 
 
 rule corpus:
@@ -15,9 +15,11 @@ rule corpus:
         presets=expand(
             f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role=("prompts", "images"))
         ),
+        probe=probe.files(),
     output:
         train=f"{RUN}/corpus/train.jsonl",
         val=f"{RUN}/corpus/val.jsonl",
+        probe=f"{RUN}/corpus/probe.jsonl",
         summary=f"{RUN}/corpus.json",
     log:
         f"{RUN}/logs/corpus.log",

@@ -200,7 +200,7 @@ def test_a_fresh_run_waits_with_everything_to_do(tmp_path):
     assert found["state"] == "waiting"
     assert {stage["done"] for stage in found["stages"]} == {0}
     assert stages(found)["train"]["total"] == 20000
-    assert stages(found)["precompute"]["total"] == 4 * (settings.blocks("train") + settings.blocks("val"))
+    assert stages(found)["precompute"]["total"] == 4 * (settings.blocks("train") + settings.blocks("val") + 1)
     assert stages(found)["precompute"]["needed_bytes"] > 1e9
 
 

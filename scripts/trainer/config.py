@@ -22,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from trainer import packs, picture_sources
+from trainer import packs, picture_sources, probe
+from trainer.corpus_files import Split
 from trainer.errors import TrainerError
 from trainer.files import write_if_changed
 
@@ -307,8 +308,10 @@ class Settings(Group):
         wanted = self.export.companion and self.precompute.teacher == "real"
         return f"{self.export.dir}/{self.export.name}_{material.id}-f16.gguf" if material and wanted else None
 
-    def samples(self, split: Literal["train", "val"]) -> int:
+    def samples(self, split: Split) -> int:
         """Number of samples of a split that the settings ask for, at most."""
+        if split == "probe":
+            return len(probe.prompts())
         corpus = self.corpus
         if packs.get(self.pack).vision_dim:
             train, val = corpus.n_image + corpus.n_two + corpus.n_text, corpus.n_val_image + corpus.n_val_text
@@ -316,8 +319,10 @@ class Settings(Group):
             train, val = corpus.n_train, corpus.n_val
         return train if split == "train" else val
 
-    def blocks(self, split: Literal["train", "val"]) -> int:
+    def blocks(self, split: Split) -> int:
         """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
+        if split == "probe":
+            return 1
         precompute = self.precompute
         return -(-self.samples(split) // (precompute.shard_size * precompute.block_shards))
 

@@ -290,10 +290,10 @@ class _Doctor:
 
     def _prompts(self) -> tuple[list[str], float | None]:
         """Some prompts as the run will have them, and how many samples there are at most, if that is known."""
-        train, val = self.folder / "corpus" / "train.jsonl", self.folder / "corpus" / "val.jsonl"
-        if train.exists() and val.exists():  # in order of hashes, so that the first are as good as any
-            texts = [sample.text for sample in islice(corpus_files.read(train), _SAMPLED)]
-            return texts, sum(1 for file in (train, val) for _ in corpus_files.read(file))
+        made = {split: self.folder / "corpus" / f"{split}.jsonl" for split in corpus_files.SPLITS}
+        if all(file.exists() for file in made.values()):  # in order of hashes, so that the first are as good as any
+            texts = [sample.text for sample in islice(corpus_files.read(made["train"]), _SAMPLED)]
+            return texts, sum(1 for file in made.values() for _ in corpus_files.read(file))
         options = self.settings.corpus
         texts, whole = [], True
         for rows in self._sources():
@@ -308,10 +308,11 @@ class _Doctor:
         if not (whole and known and texts):
             return picked, None
         share, wanted = options.val_fraction, (options.n_train, options.n_val)
+        probes = self.settings.samples("probe")
         if options.train_file:
-            return picked, len(texts)
+            return picked, len(texts) + probes
         count = sum(min(n, part * len(texts)) for n, part in zip(wanted, (1 - share, share), strict=True))
-        return picked, count * (1 + options.empty_fraction)
+        return picked, count * (1 + options.empty_fraction) + probes
 
     def _sources(self) -> Iterator[Iterator[str | None]]:
         """The texts of every source that is here."""

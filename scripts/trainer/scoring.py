@@ -1,7 +1,7 @@
 """The loss, and the figures of validation and evaluation: one code for both, weighted by row over the whole split."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,9 +110,16 @@ def _unit_rms(rows: torch.Tensor) -> torch.Tensor:
     return rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def batches(shards: Sequence[Shard], size: int, queries: int | None) -> Iterator[tuple[list[str], Batch]]:
-    """All samples in stored order, with their ids."""
-    picks = [(shard, sample) for shard in shards for sample in range(len(shard))]
+def batches(
+    shards: Sequence[Shard], size: int, queries: int | None, only: Container[str] | None = None
+) -> Iterator[tuple[list[str], Batch]]:
+    """All samples in stored order, or those of the ids `only`, with their ids."""
+    picks = [
+        (shard, sample)
+        for shard in shards
+        for sample, id in enumerate(shard.header["ids"])
+        if only is None or id in only
+    ]
     for start in range(0, len(picks), size):
         part = picks[start : start + size]
         yield [shard.header["ids"][sample] for shard, sample in part], collate(part, queries)

@@ -38,6 +38,7 @@ import psutil
 
 from trainer import config, control, materials
 from trainer.config import Settings
+from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.estimates import GB, Estimate, Machine, estimate
 from trainer.files import read_json
@@ -124,7 +125,7 @@ class _Run:
     def samples(self) -> int | None:
         """How many samples the corpus has; None while there is none."""
         summary = self._json("corpus.json")
-        counts = [count for split in ("train", "val") for count in dict(summary.get(split) or {}).values()]
+        counts = [count for split in SPLITS for count in dict(summary.get(split) or {}).values()]
         return sum(int(_number(count) or 0) for count in counts) or None
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class _Run:
     def blocks(self) -> list[tuple[Path | None, list[Path]]]:
         """Every block of the plan, or else that is there: its list if it is done, and its shards."""
         found = []
-        for split in ("train", "val"):
+        for split in SPLITS:
             place = self.folder / "shards" / split
             shards = list(place.glob("[0-9][0-9][0-9][0-9]-[0-9][0-9].safetensors"))
             if self.settings:

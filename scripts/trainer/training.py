@@ -22,7 +22,7 @@ from trainer.control import Requests
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
 from trainer.job import announce, duration, log
-from trainer.shard_index import listed
+from trainer.shard_index import listed, trained_on
 from trainer.shards import Shard, to_rebuild
 from trainer.standardization import Standardization
 
@@ -88,7 +88,7 @@ class Trainer:
         self.made_from = {
             "adapter": settings.adapter.fingerprint(),
             "train": settings.train.fingerprint(),
-            "shards": digest(inputs.index),
+            "shards": trained_on(inputs.index),
         }
         self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}
         self.val = self._open_val()
