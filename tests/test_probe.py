@@ -23,7 +23,7 @@ def test_there_are_forty_different_prompts_of_each_kind_as_it_says():
                 assert 50 <= words <= 120
                 assert 3 <= sentences <= 6
             case "tags":
-                assert text.count(", ") >= 8
+                assert text.count(", ") >= 7
 
 
 def test_cleaning_leaves_them_as_they_are():
