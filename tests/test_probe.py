@@ -40,6 +40,14 @@ def test_they_are_unlike_each_other_and_unlike_the_demo_prompts():
     assert len(words - known) > 1000
 
 
+def test_other_probe_prompts_are_another_corpus_and_nothing_else_changes(tmp_path, monkeypatch):
+    settings = config.load({"runs_dir": str(tmp_path)})
+    before = config.stage_settings(settings)
+    monkeypatch.setattr(probe, "prompts", lambda: [*PROMPTS[1:], ("word", "tapir")])
+    after = config.stage_settings(settings)
+    assert {stage for stage in after if after[stage] != before[stage]} == {"corpus"}
+
+
 def test_they_are_one_job_of_precompute_in_any_run():
     for shard_size in (1, 10_000):
         settings = config.load({"precompute": {"shard_size": shard_size, "block_shards": 1}})

@@ -56,7 +56,7 @@ def test_a_report_shows_how_prompts_of_other_kinds_fare_beside_the_validation_fi
     assert any(row.startswith("a single word 40 0.6100 0.3500 worst word") for row in rows)
     assert len(rows) == 6
     assert rows[-1] == "mean of the kinds 0.7325"
-    assert "The same 159 prompts for every run" in result
+    assert "159 prompts, the same for every run" in result
     assert "probe_cos" in page
 
 

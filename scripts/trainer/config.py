@@ -25,7 +25,7 @@ from pydantic import (
 from trainer import packs, picture_sources, probe
 from trainer.corpus_files import Split
 from trainer.errors import TrainerError
-from trainer.files import write_if_changed
+from trainer.files import digest, write_if_changed
 
 Preset = Literal["demo", "gustavosta", "midjourney", "diffusiondb", "vidprom"]
 ImagePreset = Literal["flickr30k", "coco_captions"]
@@ -410,7 +410,7 @@ def write_stages(settings: Settings, stages: dict[str, Any]) -> None:
 def stage_settings(settings: Settings, *only: str) -> dict[str, Any]:
     """What each stage (of all, or of those named) depends on, and what lies in image folders now."""
     pictures = packs.get(settings.pack).vision_dim is not None
-    corpus = settings.corpus.fingerprint(pictures)
+    corpus = settings.corpus.fingerprint(pictures) | {"probe": digest(probe.prompts())}
     if (folders := settings.corpus.image_folders) and (not only or "corpus" in only):
         corpus |= {"image_folders": {path: picture_sources.folder_digest(path) for path in folders}}
     adapter = settings.adapter.fingerprint(pictures)

@@ -16,12 +16,9 @@ KINDS = {
 }
 
 
-def files() -> list[Path]:
-    """The files of all kinds, with a prompt a line."""
-    return [Path(__file__).parent / "probe_prompts" / f"{kind}.txt" for kind in KINDS]
-
-
 @cache
 def prompts() -> list[tuple[str, str]]:
     """Kind and text of each prompt. Cleaning (`corpus.clean`) would leave them as they are."""
-    return [(file.stem, text) for file in files() for text in file.read_text(encoding="utf-8").splitlines()]
+    folder = Path(__file__).parent / "probe_prompts"
+    texts = {kind: (folder / f"{kind}.txt").read_text(encoding="utf-8") for kind in KINDS}
+    return [(kind, text) for kind, lines in texts.items() for text in lines.splitlines()]
