@@ -29,6 +29,7 @@ from trainer import (
     hub,
     materials,
     packs,
+    probe,
     prompt_sources,
     status,
     students,
@@ -278,6 +279,13 @@ class _Doctor:
         models = materials.ids(self.settings, role=("teacher", "student", "tokenizer"))
         if not (texts and self.teacher and self.student and all(map(self.places.get, models))):
             return estimate(self.settings, _ANY, samples), "for prompts of average length"
+        others = [text for _, text in probe.prompts()]
+        share = len(others) / (samples or self.estimate.samples)
+        size = (1 - share) * self._sample_bytes(texts) + share * self._sample_bytes(others)
+        return estimate(self.settings, _ANY, samples, size), f"from {len(texts):,} of the prompts"
+
+    def _sample_bytes(self, texts: list[str]) -> float:
+        """Bytes of an average sample of these texts in a shard."""
         shape, template = self.settings.adapter, self.pack.template
         tokenizer = tokenization.student_tokenizer(self.student.path, self.places.get("tokenizer"))
         prompted = ["".join(template.around(text)) for text in texts]
@@ -285,8 +293,7 @@ class _Doctor:
         read = [len(ids) for ids in tokenizer.encode(texts, template)]
         # A slot is an int32 beside its row; a sample has two offsets and an id of 16 digits.
         of_row = 2 * shape.teacher_dim + (4 if shape.vocabulary else 0)
-        size = (of_row * sum(rows) + 2 * shape.student_dim * sum(read)) / len(texts) + 36
-        return estimate(self.settings, _ANY, samples, size), f"from {len(texts):,} of the prompts"
+        return (of_row * sum(rows) + 2 * shape.student_dim * sum(read)) / len(texts) + 36
 
     def _prompts(self) -> tuple[list[str], float | None]:
         """Some prompts as the run will have them, and how many samples there are at most, if that is known."""
