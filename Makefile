@@ -13,7 +13,8 @@ demo: .venv/installed
 	$(BIN)/snakemake --profile packs/demo
 	@echo
 	@$(BIN)/python -c "import json; m = json.load(open('runs/demo/eval.json'))['metrics']; \
-	print(f\"Validation cosine {m['cos']:.4f} (mean baseline {m['baseline_cos']:.4f})\")"
+	print(f\"Validation cosine {m['cos']:.4f} (mean baseline {m['baseline_cos']:.4f})\"); \
+	print(f\"On prompts of other kinds {m['probe_cos']:.4f}\")"
 	@echo "Adapter  $(CURDIR)/runs/pig_demo_adapter-f16.gguf"
 	@echo "Report   $(CURDIR)/runs/demo/report.html (open it in a browser)"
 

@@ -14,7 +14,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 # The package that rules and scripts share; jobs of a rule find it by themselves.
 sys.path.insert(0, f"{workflow.basedir}/scripts")
 
-from trainer import config as settings_of, materials
+from trainer import config as settings_of, corpus_files, materials
 from trainer.errors import TrainerError
 
 try:

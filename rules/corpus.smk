@@ -1,6 +1,7 @@
-# Prompts, and pictures with instructions: gathered, cleaned, de-duplicated and split into train and val. The pictures
-# (corpus/images) are no output, which Snakemake would delete when the job is stopped or done again: each is decoded
-# once. What lies in image folders is told by a digest in the settings.
+# Prompts, and pictures with instructions: gathered, cleaned, de-duplicated and split into train and val; and the prompts
+# of probe. The pictures (corpus/images) are no output, which Snakemake would delete when the job is stopped or done
+# again: each is decoded once. What lies in image folders and what the prompts of probe are is told by digests in the
+# settings.
 
 
 rule corpus:
@@ -18,6 +19,7 @@ rule corpus:
     output:
         train=f"{RUN}/corpus/train.jsonl",
         val=f"{RUN}/corpus/val.jsonl",
+        probe=f"{RUN}/corpus/probe.jsonl",
         summary=f"{RUN}/corpus.json",
     log:
         f"{RUN}/logs/corpus.log",

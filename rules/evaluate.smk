@@ -1,4 +1,4 @@
-# The exported file, loaded as the engine would, against the val shards.
+# The exported file, loaded as the engine would, against the val and probe shards.
 
 
 rule evaluate:
@@ -9,8 +9,8 @@ rule evaluate:
         gguf=settings.gguf,
         trained=f"{RUN}/trained.safetensors",
         index=f"{RUN}/shards.json",
-        blocks=BLOCKS["val"],
-        corpus=f"{RUN}/corpus/val.jsonl",
+        blocks=BLOCKS["val"] + BLOCKS["probe"],
+        corpus=[f"{RUN}/corpus/val.jsonl", f"{RUN}/corpus/probe.jsonl"],
     output:
         f"{RUN}/eval.json",
     log:

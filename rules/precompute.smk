@@ -3,7 +3,7 @@
 # a job is stopped: a block keeps what is right and goes on.
 BLOCKS = {
     split: [f"{RUN}/shards/{split}/{number:04d}.json" for number in range(settings.blocks(split))]
-    for split in ("train", "val")
+    for split in corpus_files.SPLITS
 }
 # Main memory that a block may use.
 BLOCK_MB = 24000
@@ -34,7 +34,7 @@ rule precompute_block:
         settings=settings.model_dump(),
         blocks=lambda wildcards: len(BLOCKS[wildcards.split]),
     wildcard_constraints:
-        split="train|val",
+        split="|".join(corpus_files.SPLITS),
         block=r"\d{4}",
     threads: 8
     resources:
@@ -105,6 +105,7 @@ rule precompute:
     input:
         train=BLOCKS["train"],
         val=BLOCKS["val"],
+        probe=BLOCKS["probe"],
     output:
         f"{RUN}/shards.json",
     log:

@@ -83,6 +83,7 @@ def _corpus() -> dict:
     return {
         "train": {"prompts": 3636, "empty": 36},
         "val": {"prompts": 404, "empty": 4},
+        "probe": {"word": 40, "question": 40, "caption": 39, "tags": 40},
         "sources": {
             "demo": {"read": 4200, "train": 3350, "val": 372},
             "mine.txt": {"read": 310, "train": 250, "val": 28},
@@ -118,6 +119,7 @@ def _shards(synthetic: bool) -> dict:
         "student": {"id": "student", "digest": "fedcba9876543210", "dtype": "bf16", "hidden": 576},
         "train": split(8, 3633),
         "val": split(1, 404),
+        "probe": split(1, 159),
     }
 
 
@@ -144,6 +146,7 @@ def _evaluation(settings: Settings, steps: int, synthetic: bool) -> dict:
     worst = [{"id": f"{n:016x}", "cos": cos, "text": text, "images": []} for n, (cos, text) in enumerate(shown)]
     metrics = {"cos": 0.969731, "cos_rms": 0.9641, "cos_eos": 0.9802, "worst_row_cos": 0.2113}
     metrics |= {"rel_mse": 0.0611, "roundtrip_cos": 0.9999987, "baseline_cos": 0.4021, "cos_centered": 0.9512}
+    metrics["probe_cos"] = 0.7325
     return {
         "gguf": settings.gguf,
         "pack": settings.pack,
@@ -158,6 +161,18 @@ def _evaluation(settings: Settings, steps: int, synthetic: bool) -> dict:
         "val_samples": 404,
         "val_rows": 8484,
         "worst": worst,
+        "probe": {
+            kind: {
+                **{"samples": samples, "cos": cos, "baseline_cos": 0.35},
+                "worst": {"id": "0" * 16, "cos": cos - 0.3, "text": f"worst {kind} {HOSTILE}", "images": []},
+            }
+            for kind, samples, cos in (
+                ("word", 40, 0.61),
+                ("question", 40, 0.72),
+                ("caption", 39, 0.7),
+                ("tags", 40, 0.9),
+            )
+        },
     }
 
 

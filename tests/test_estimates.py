@@ -31,7 +31,9 @@ def test_a_slower_disk_or_processor_takes_longer_and_twice_the_prompts_twice_the
     assert cold.precompute_hours > fast.precompute_hours
     assert cold.training_hours > fast.training_hours
     settings.corpus.n_train, settings.corpus.n_val = 2 * settings.corpus.n_train, 2 * settings.corpus.n_val
-    assert estimate(settings, Machine("m", 60, 3)).precompute_hours == pytest.approx(2 * fast.precompute_hours)
+    assert estimate(settings, Machine("m", 60, 3)).precompute_hours == pytest.approx(
+        2 * fast.precompute_hours, rel=2e-3
+    )
 
 
 def test_a_sample_is_its_rows_in_bf16():

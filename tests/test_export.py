@@ -226,6 +226,49 @@ def test_evaluation_gives_the_figure_of_training(either):
     assert result["val_rows"] == inputs.index["val"]["rows"]
 
 
+def test_each_kind_of_probe_prompts_has_the_figure_it_would_have_alone(either, tmp_path):
+    settings, inputs, out = either
+    metric = packs.get(settings.pack).metric
+    mean = checkpoints.load(inputs.run / "checkpoints" / "best.safetensors")[0]["scale.target_mean"]
+    rows = tiny_runs.sample_rows(settings.pack, 30, 5)
+    kinds = {"word": rows[:8], "tags": rows[8:30]}
+    samples = {
+        row.id: corpus_files.Sample(row.id, f"{kind} {row.id}", kind) for kind, own in kinds.items() for row in own
+    }
+    files = [tmp_path / f"0000-{number:02d}.safetensors" for number in range(2)]
+    for number, file in enumerate(files):
+        tiny_runs.write_shard(file, rows[number::2])
+    result = evaluation.evaluate(settings, out, mean, None, inputs.val, samples, files)
+    assert result["probe"].keys() == kinds.keys()
+    for kind, own in kinds.items():
+        tiny_runs.write_shard(tmp_path / "alone.safetensors", own)
+        alone = evaluation.evaluate(settings, out, mean, None, [tmp_path / "alone.safetensors"], samples)
+        found = result["probe"][kind]
+        assert found["samples"] == len(own)
+        assert found["cos"] == pytest.approx(alone["metrics"][metric], abs=1e-5)
+        assert found["baseline_cos"] == pytest.approx(alone["metrics"]["baseline_cos"], abs=1e-5)
+        assert found["worst"] == alone["worst"][0] | {"cos": pytest.approx(alone["worst"][0]["cos"], abs=1e-5)}
+        assert found["worst"]["text"].startswith(kind)
+    figures = [found["cos"] for found in result["probe"].values()]
+    assert result["metrics"]["probe_cos"] == pytest.approx(sum(figures) / 2)
+    plain = evaluation.evaluate(settings, out, mean, None, inputs.val, samples)
+    assert (plain["probe"], plain["metrics"].get("probe_cos")) == ({}, None)
+    assert plain["metrics"] == {name: value for name, value in result["metrics"].items() if name != "probe_cos"}
+
+
+def test_a_damaged_probe_shard_is_not_scored_and_is_rebuilt_the_next_time(trained, tmp_path):
+    settings, inputs, out = trained
+    shard = tmp_path / "0000-00.safetensors"
+    tiny_runs.write_shard(shard, tiny_runs.rows(5, 5))
+    content = bytearray(shard.read_bytes())
+    content[-10] ^= 4
+    shard.write_bytes(content)
+    (tmp_path / "0000.json").touch()
+    with pytest.raises(TrainerError, match=r"0000-00\.safetensors is damaged"):
+        evaluation.evaluate(settings, out, torch.zeros(tiny_runs.TEACHER), None, inputs.val, {}, [shard])
+    assert not (tmp_path / "0000.json").exists()
+
+
 def test_provenance_is_in_the_file(trained):
     _settings, _inputs, out = trained
     keys = export.read_keys(out)

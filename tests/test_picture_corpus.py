@@ -15,6 +15,7 @@ from PIL import Image
 from tiny_pictures import encoded, picture, write_coco, write_flickr30k, write_folder
 from trainer import config, contact_sheet, corpus, corpus_files, packs, picture_corpus, picture_sources, pictures
 from trainer.config import Corpus
+from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.files import write_json
 from workflow import CHECKOUT
@@ -34,7 +35,7 @@ class Built:
             write_json(records[-1], {"id": f"images-{name}", "path": str(path)})
         chosen = {"presets": [], "image_presets": list(presets), "image_folders": list(map(str, folders))}
         self.settings = Corpus(**chosen | COUNTS | changes)
-        self.outputs = {"train": self.folder / "train.jsonl", "val": self.folder / "val.jsonl"}
+        self.outputs = {split: self.folder / f"{split}.jsonl" for split in SPLITS}
         self.outputs["summary"] = folder / "corpus.json"
         picture_corpus.build(self.settings, records, **self.outputs, threads=2)
         self.summary = json.loads(self.outputs["summary"].read_text(encoding="utf-8"))
@@ -327,15 +328,15 @@ def test_the_prompts_without_pictures_are_those_of_a_corpus_without_pictures(tmp
     with_pictures = Built(tmp_path, root, presets={}, files=[], n_text=0)
     assert not [s for s in with_pictures.samples("train") if not s.images]
     settings = Corpus(presets=["demo"], n_train=80, n_val=20, val_fraction=0.2)
-    outputs = {name: tmp_path / name for name in ("train", "val", "summary")}
+    outputs = {name: tmp_path / name for name in (*SPLITS, "summary")}
     corpus.build(settings, [], **outputs)
     folder = tmp_path / "corpus"
-    paths = {"train": folder / "train.jsonl", "val": folder / "val.jsonl", "summary": tmp_path / "corpus.json"}
+    paths = {split: folder / f"{split}.jsonl" for split in SPLITS} | {"summary": tmp_path / "corpus.json"}
     mixed = Corpus(
         presets=["demo"], image_folders=[str(root)], **COUNTS | {"val_fraction": 0.2, "n_text": 80, "n_val_text": 20}
     )
     picture_corpus.build(mixed, [], **paths)
-    for split in ("train", "val"):
+    for split in SPLITS:
         without = [sample for sample in corpus_files.read(paths[split]) if not sample.images]
         assert without == list(corpus_files.read(outputs[split]))
 
@@ -534,7 +535,7 @@ def test_pictures_that_come_while_the_corpus_is_built_are_noticed_the_next_time(
     root = write_folder(tmp_path / "in", range(30))
     settings = config.load(album(tmp_path))
     run = Path(settings.folder)
-    names = {"train": run / "corpus/train.jsonl", "val": run / "corpus/val.jsonl", "summary": run / "corpus.json"}
+    names = {split: run / f"corpus/{split}.jsonl" for split in SPLITS} | {"summary": run / "corpus.json"}
     config.write_stage_settings(settings)
     before = (run / "settings" / "corpus.json").read_text(encoding="utf-8")
     monkeypatch.setattr(picture_corpus, "build", lambda *a, **k: write_folder(root, range(30, 31)))

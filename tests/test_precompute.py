@@ -259,19 +259,36 @@ def test_a_student_of_another_width_is_refused_before_the_teacher_is_loaded(tmp_
 
 def test_an_index_refuses_blocks_of_different_models(tmp_path, records):
     train = block(tmp_path, records, prompts(8)) | {"of": 2}
-    index = shard_index.index([train], [train], "pixart")
+    index = shard_index.index({"train": [train], "val": [train]}, "pixart")
     assert (index["train"]["samples"], index["pack"]) == (4, "pixart")
     changed = records | {"student": Record(**(vars(records["student"]) | {"digest": "another"}))}
     val = block(tmp_path, changed, prompts(8))
     with pytest.raises(TrainerError, match="different models"):
-        shard_index.index([train], [val], "pixart")
+        shard_index.index({"train": [train], "val": [val]}, "pixart")
+
+
+def test_what_training_depends_on_is_all_of_the_index_but_the_probe_shards():
+    index = {"pack": "pixart", "train": {"shards": [1]}, "val": {"shards": [2]}}
+    whole = shard_index.trained_on(index)
+    assert whole == shard_index.trained_on(index | {"probe": {"shards": [3]}})
+    assert whole != shard_index.trained_on(index | {"val": {"shards": [4]}})
+
+
+def test_probe_prompts_that_do_not_fit_are_skipped_and_stop_nothing(tmp_path, records):
+    made = precompute.Block(settings(tmp_path), records, Asked(), 10**9)
+    texts = ["word " * 300] * 3 + ["an accordion"]
+    list_ = made.fill(tmp_path / "probe" / "0000.json", 0, 1, corpus(tmp_path / "probe.jsonl", texts))
+    assert [shard["samples"] for shard in list_["shards"]] == [1, 0]
+    assert list_["shards"][0]["skipped"] == {"longer than 256 student tokens": 3}
+    with pytest.raises(TrainerError, match="cannot be used"):
+        fill(tmp_path, records, texts)
 
 
 def test_an_index_refuses_blocks_that_shared_the_prompts_out_differently(tmp_path, records):
     train = block(tmp_path, records, prompts(8))  # 2 shards of 4
-    assert shard_index.index([train, train], [train, train], "pixart")["train"]["samples"] == 8
+    assert shard_index.index({"train": [train, train]}, "pixart")["train"]["samples"] == 8
     with pytest.raises(TrainerError, match="number of shards was changed"):
-        shard_index.index([train, train], [train], "pixart")
+        shard_index.index({"train": [train, train], "val": [train]}, "pixart")
 
 
 def test_a_pack_without_seeds_has_a_row_for_every_query_and_the_student_reads_its_template(tmp_path, records):

@@ -49,6 +49,29 @@ def test_a_report_shows_result_origin_and_cost(page):
     assert "Synthetic teacher" not in page
 
 
+def test_a_report_shows_how_prompts_of_other_kinds_fare_beside_the_validation_figure(page):
+    result = html.unescape(page[page.index("validation cosine") : page.index("All figures")])
+    rows = [re.sub(r"<[^>]+>", " ", row) for row in re.findall(r"<tr>.*?</tr>", result, re.S)]
+    rows = [" ".join(row.split()) for row in rows]
+    assert any(row.startswith("a single word 40 0.6100 0.3500 worst word") for row in rows)
+    assert len(rows) == 6
+    assert rows[-1] == "mean of the kinds 0.7325"
+    assert "159 prompts, the same for every run" in result
+    assert "probe_cos" in page
+
+
+def test_a_run_of_a_version_without_probe_prompts_is_still_reported(tmp_path):
+    folder, settings = finished_run.build(tmp_path)
+    for name in ("eval.json", "corpus.json", "shards.json"):
+        content = json.loads((folder / name).read_text())
+        del content["probe"]
+        content.get("metrics", {}).pop("probe_cos", None)
+        (folder / name).write_text(json.dumps(content))
+    page = written(folder, settings)
+    assert "0.9697" in page
+    assert "prompts of other kinds" not in page
+
+
 def test_jobs_of_a_stage_are_added_up_and_cells_without_a_number_are_dashes(page):
     rows = [re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", row)) for row in re.findall(r"<tr>.*?</tr>", page, re.S)]
     assert any(row.split() == ["precompute", "·", "train", "4", "0:01:28", "1.3", "GB"] for row in rows)

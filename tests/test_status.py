@@ -189,7 +189,7 @@ def test_a_run_without_settings_or_of_another_version_is_told_with_what_is_known
     found = checked(folder)
     assert found["notes"]
     assert found["pack"] is None
-    assert stages(found)["corpus"]["done"] == 3636 + 36 + 404 + 4
+    assert stages(found)["corpus"]["done"] == 3636 + 36 + 404 + 4 + 159
     assert found["disk"]["needed_bytes"] is None
 
 
@@ -200,7 +200,7 @@ def test_a_fresh_run_waits_with_everything_to_do(tmp_path):
     assert found["state"] == "waiting"
     assert {stage["done"] for stage in found["stages"]} == {0}
     assert stages(found)["train"]["total"] == 20000
-    assert stages(found)["precompute"]["total"] == 4 * (settings.blocks("train") + settings.blocks("val"))
+    assert stages(found)["precompute"]["total"] == 4 * (settings.blocks("train") + settings.blocks("val") + 1)
     assert stages(found)["precompute"]["needed_bytes"] > 1e9
 
 
@@ -267,7 +267,7 @@ def test_the_time_left_for_blocks_is_what_the_ones_before_took(tmp_path):
     settings = Settings(
         runs_dir=str(tmp_path), precompute={"shard_size": 100, "block_shards": 2}, corpus={"n_val": 200}
     )
-    settings.corpus.n_train = 800  # 4 blocks and 1
+    settings.corpus.n_train = 800  # 4 blocks and 1, and that of probe
     config.write_stage_settings(settings)
     folder = tmp_path / "demo"
     (folder / "shards" / "train" / "0001.partial").mkdir(parents=True)
@@ -280,10 +280,10 @@ def test_the_time_left_for_blocks_is_what_the_ones_before_took(tmp_path):
         folder, "precompute-train-0001", started=time.time() - 30, what="student on cpu", rate=10, done=5, total=9
     )
     stage = stages(checked(folder))["precompute"]
-    assert (stage["done"], stage["total"], stage["state"]) == (3, 10, "running")
-    assert stage["eta_s"] == pytest.approx(70 + 3 * 100, abs=1)
+    assert (stage["done"], stage["total"], stage["state"]) == (3, 12, "running")
+    assert stage["eta_s"] == pytest.approx(70 + 4 * 100, abs=1)
     assert stage["rate"] == pytest.approx(2 / 100)
-    assert stage["needed_bytes"] == pytest.approx(10 * 1000 - stage["used_bytes"] + 4 * 30522 * 1024, rel=0.01)
+    assert stage["needed_bytes"] == pytest.approx(1160 * 10 - stage["used_bytes"] + 4 * 30522 * 1024, rel=0.01)
 
 
 def test_watching_as_json_is_an_object_a_line_until_it_is_interrupted(tmp_path):

@@ -13,7 +13,7 @@ import tiny_llada
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from trainer import checkpoints, export, packs
+from trainer import checkpoints, export, packs, probe, status
 from workflow import CHECKOUT, Project, prompts
 
 
@@ -106,6 +106,16 @@ def test_a_run_leaves_adapter_evaluation_and_report(undisturbed):
     records = {record["id"]: record for record in undisturbed.json("materials.json")["materials"]}
     assert all(len(file["sha256"]) == 64 for record in records.values() for file in record["files"])
     assert list(undisturbed.run.glob("tensorboard/events*"))
+
+
+def test_a_run_tells_how_prompts_of_other_kinds_fare(undisturbed):
+    evaluation, index, counts = map(undisturbed.json, ("eval.json", "shards.json", "corpus.json"))
+    assert counts["probe"] == dict.fromkeys(probe.KINDS, 40)
+    assert index["probe"]["samples"] + sum(index["probe"]["skipped"].values()) == 160
+    assert {kind: found["samples"] for kind, found in evaluation["probe"].items()} | {"caption": 40} == counts["probe"]
+    assert all(-1 < found["cos"] < 1 and found["worst"]["text"] for found in evaluation["probe"].values())
+    assert "On prompts of other kinds" in (undisturbed.run / "report.html").read_text()
+    assert {stage["state"] for stage in status.read(undisturbed.run)["stages"]} == {"done"}
 
 
 def test_after_a_finished_run_nothing_is_to_do(undisturbed):

@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import tiny_pictures
-from trainer import export
+from trainer import export, probe
 from workflow import SUBJECTS, Project, prompts
 
 TOKENS, PICTURE, DIM = 151674, 151655, 32
@@ -72,6 +72,7 @@ def test_a_pack_with_pictures_runs_from_folders_to_its_file(tmp_path, models, pa
     assert {"cos_slice", "cos_edit", "cos_t2i", "rel_mse"} <= result["metrics"].keys()
     assert ("cos_vis" in result["metrics"]) == (rows == "all")
     assert result["metrics"]["roundtrip_cos"] > 0.9999
+    assert {kind: found["samples"] for kind, found in result["probe"].items()} == dict.fromkeys(probe.KINDS, 40)
     (file,) = (made.folder / "runs").glob("*-f16.gguf")
     shapes = {name.removeprefix("adapter."): array.shape for name, array in export.read_arrays(file).items()}
     assert shapes["vision_proj.weight"] == (DIM, DIM)

@@ -22,9 +22,10 @@ from pydantic import (
     model_validator,
 )
 
-from trainer import packs, picture_sources, shard_index
+from trainer import packs, picture_sources, probe, shard_index
+from trainer.corpus_files import Split
 from trainer.errors import TrainerError
-from trainer.files import write_if_changed
+from trainer.files import digest, write_if_changed
 
 Preset = Literal["demo", "gustavosta", "midjourney", "diffusiondb", "vidprom"]
 ImagePreset = Literal["flickr30k", "coco_captions"]
@@ -319,8 +320,10 @@ class Settings(Group):
         wanted = self.export.companion and self.precompute.teacher == "real"
         return f"{self.export.dir}/{self.export.name}_{material.id}-f16.gguf" if material and wanted else None
 
-    def samples(self, split: Literal["train", "val"]) -> int:
+    def samples(self, split: Split) -> int:
         """Number of samples of a split that the settings ask for, at most."""
+        if split == "probe":
+            return len(probe.prompts())
         corpus = self.corpus
         if packs.get(self.pack).vision_dim:
             train, val = corpus.n_image + corpus.n_two + corpus.n_text, corpus.n_val_image + corpus.n_val_text
@@ -328,8 +331,10 @@ class Settings(Group):
             train, val = corpus.n_train, corpus.n_val
         return train if split == "train" else val
 
-    def blocks(self, split: Literal["train", "val"]) -> int:
+    def blocks(self, split: Split) -> int:
         """Number of precompute jobs of a split: fixed by the settings, so that a dry run can list them."""
+        if split == "probe":
+            return 1
         precompute = self.precompute
         return -(-self.samples(split) // (precompute.shard_size * precompute.block_shards))
 
@@ -417,7 +422,7 @@ def write_stages(settings: Settings, stages: dict[str, Any]) -> None:
 def stage_settings(settings: Settings, *only: str) -> dict[str, Any]:
     """What each stage (of all, or of those named) depends on, and what lies in image folders now."""
     pictures = packs.get(settings.pack).vision_dim is not None
-    corpus = settings.corpus.fingerprint(pictures)
+    corpus = settings.corpus.fingerprint(pictures) | {"probe": digest(probe.prompts())}
     if (folders := settings.corpus.image_folders) and (not only or "corpus" in only):
         corpus |= {"image_folders": {path: picture_sources.folder_digest(path) for path in folders}}
     adapter = settings.adapter.fingerprint(pictures)

@@ -1,4 +1,4 @@
-"""The prompts of a run: gathered, cleaned, without repetitions, split into train and val.
+"""The prompts of a run: gathered, cleaned, without repetitions, split into train and val; and those of `probe`.
 
 Everything follows from the set of prompts, the settings and the seed, never from the order of files or lines. A
 prompt's id is a hash of its text. A hash of seed and id, the prompt's rank, decides the rest: the lowest `val_fraction`
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer import demo_prompts, near_duplicates, prompt_sources
+from trainer import demo_prompts, near_duplicates, probe, prompt_sources
 from trainer.config import Corpus
 from trainer.errors import TrainerError
 from trainer.files import read_json, write_json, written_whole
@@ -62,15 +62,21 @@ class Tally:
 
 
 def build(
-    settings: Corpus, records: Iterable[str | Path], train: str | Path, val: str | Path, summary: str | Path
+    settings: Corpus,
+    records: Iterable[str | Path],
+    train: str | Path,
+    val: str | Path,
+    probe: str | Path,
+    summary: str | Path,
 ) -> None:
-    """Write the train and val prompts as JSON lines, and what became of everything that was read.
+    """Write the prompts of each split as JSON lines, and what became of everything that was read.
 
     Args:
         settings: the settings of the stage.
         records: the material records (JSON) of the presets that are files.
         train: the file for train prompts, one object {"id", "text", "source"} a line, sorted by id.
         val: the same for val.
+        probe: the same for probe.
         summary: the file for counts, drops and the length histogram.
 
     Raises:
@@ -83,7 +89,8 @@ def build(
         splits = selected(settings, records, tally)
     prompts = _with_text(splits)
     _check_sizes(settings, prompts, tally)
-    write(splits, {"train": train, "val": val})
+    splits["probe"] = probes(splits["train"])
+    write(splits, {"train": train, "val": val, "probe": probe})
     write_json(summary, summarized(splits, tally))
     log.info(
         "corpus: %d train and %d val prompts of %d read; dropped: %s",
@@ -99,6 +106,12 @@ def selected(settings: Corpus, records: Iterable[str | Path], tally: Tally) -> S
         TrainerError: a source cannot be read.
     """
     return _split(_gathered(settings, _sources(settings, records), tally), settings, tally)
+
+
+def probes(train: dict[str, Prompt]) -> dict[str, Prompt]:
+    """The prompts of the split `probe`, less those that are also trained on."""
+    prompts = {prompt_id(text): Prompt(text, kind) for kind, text in probe.prompts()}
+    return {key: prompt for key, prompt in prompts.items() if key not in train}
 
 
 def write(splits: Splits, paths: dict[str, str | Path]) -> None:
@@ -275,13 +288,14 @@ def summarized(splits: Splits, tally: Tally) -> dict[str, Any]:
     """What corpus.json says."""
     prompts = _with_text(splits)
     by_source = {split: Counter(prompt.source for prompt in rows.values()) for split, rows in prompts.items()}
-    lengths = {split: [len(prompt.text) for prompt in rows.values()] for split, rows in prompts.items()}
+    lengths = {split: [len(prompt.text) for prompt in prompts[split].values()] for split in ("train", "val")}
     edges = _edges(max(max(listed, default=0) for listed in lengths.values()))
     return {
         **{
             split: {"prompts": len(prompts[split]), "empty": len(splits[split]) - len(prompts[split])}
             for split in ("train", "val")
         },
+        "probe": by_source["probe"],
         "sources": {
             source: {"read": read, "train": by_source["train"][source], "val": by_source["val"][source]}
             for source, read in tally.read.items()

@@ -1,11 +1,16 @@
-"""Samples as corpus/{train,val}.jsonl hold them."""
+"""Samples as corpus/{train,val,probe}.jsonl hold them."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from trainer.errors import TrainerError
+
+# To train, to choose a checkpoint by, and neither (`trainer.probe`).
+Split = Literal["train", "val", "probe"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True)

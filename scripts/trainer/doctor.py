@@ -29,6 +29,7 @@ from trainer import (
     hub,
     materials,
     packs,
+    probe,
     prompt_sources,
     status,
     students,
@@ -278,6 +279,13 @@ class _Doctor:
         models = materials.ids(self.settings, role=("teacher", "student", "tokenizer"))
         if not (texts and self.teacher and self.student and all(map(self.places.get, models))):
             return estimate(self.settings, _ANY, samples), "for prompts of average length"
+        others = [text for _, text in probe.prompts()]
+        share = len(others) / (samples or self.estimate.samples)
+        size = (1 - share) * self._sample_bytes(texts) + share * self._sample_bytes(others)
+        return estimate(self.settings, _ANY, samples, size), f"from {len(texts):,} of the prompts"
+
+    def _sample_bytes(self, texts: list[str]) -> float:
+        """Bytes of an average sample of these texts in a shard."""
         shape, template = self.settings.adapter, self.pack.template
         tokenizer = tokenization.student_tokenizer(self.student.path, self.places.get("tokenizer"))
         prompted = ["".join(template.around(text)) for text in texts]
@@ -285,15 +293,14 @@ class _Doctor:
         read = [len(ids) for ids in tokenizer.encode(texts, template)]
         # A slot is an int32 beside its row; a sample has two offsets and an id of 16 digits.
         of_row = 2 * shape.teacher_dim + (4 if shape.vocabulary else 0)
-        size = (of_row * sum(rows) + 2 * shape.student_dim * sum(read)) / len(texts) + 36
-        return estimate(self.settings, _ANY, samples, size), f"from {len(texts):,} of the prompts"
+        return (of_row * sum(rows) + 2 * shape.student_dim * sum(read)) / len(texts) + 36
 
     def _prompts(self) -> tuple[list[str], float | None]:
         """Some prompts as the run will have them, and how many samples there are at most, if that is known."""
-        train, val = self.folder / "corpus" / "train.jsonl", self.folder / "corpus" / "val.jsonl"
-        if train.exists() and val.exists():  # in order of hashes, so that the first are as good as any
-            texts = [sample.text for sample in islice(corpus_files.read(train), _SAMPLED)]
-            return texts, sum(1 for file in (train, val) for _ in corpus_files.read(file))
+        made = {split: self.folder / "corpus" / f"{split}.jsonl" for split in corpus_files.SPLITS}
+        if all(file.exists() for file in made.values()):  # in order of hashes, so that the first are as good as any
+            texts = [sample.text for sample in islice(corpus_files.read(made["train"]), _SAMPLED)]
+            return texts, sum(1 for file in made.values() for _ in corpus_files.read(file))
         options = self.settings.corpus
         texts, whole = [], True
         for rows in self._sources():
@@ -308,10 +315,11 @@ class _Doctor:
         if not (whole and known and texts):
             return picked, None
         share, wanted = options.val_fraction, (options.n_train, options.n_val)
+        probes = self.settings.samples("probe")
         if options.train_file:
-            return picked, len(texts)
+            return picked, len(texts) + probes
         count = sum(min(n, part * len(texts)) for n, part in zip(wanted, (1 - share, share), strict=True))
-        return picked, count * (1 + options.empty_fraction)
+        return picked, count * (1 + options.empty_fraction) + probes
 
     def _sources(self) -> Iterator[Iterator[str | None]]:
         """The texts of every source that is here."""

@@ -59,16 +59,18 @@ def build(
     records: Iterable[str | Path],
     train: str | Path,
     val: str | Path,
+    probe: str | Path,
     summary: str | Path,
     threads: int = 1,
 ) -> None:
-    """Write the samples of both splits, their pictures into the folder `images` beside them, and what became of all.
+    """Write the samples of each split, their pictures into the folder `images` beside them, and what became of all.
 
     Args:
         settings: the settings of the stage.
         records: the material records (JSON) of prompt and picture presets.
         train: the file for train samples: {"id", "text", "source", "images": names} a line, sorted by id.
         val: the same for val.
+        probe: the same for probe, whose samples have no pictures.
         summary: the file for counts, drops and the length histogram.
         threads: pictures decoded at a time.
 
@@ -92,7 +94,8 @@ def build(
     splits["val"] |= _singles(pools["val"], min(settings.n_val_image, len(pools["val"])), settings, report)
     samples = {split: _counted(rows.values()) for split, rows in splits.items()}
     _check_counts(settings, samples, tally)
-    corpus.write(splits, {"train": train, "val": val})
+    splits["probe"] = corpus.probes(splits["train"])
+    corpus.write(splits, {"train": train, "val": val, "probe": probe})
     store.drop_others({picture.name for picture in pictures})
     shown = {
         "read": report.read,

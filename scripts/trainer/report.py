@@ -24,8 +24,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from safetensors import SafetensorError, safe_open
 
-from trainer import __version__, contact_sheet, packs
+from trainer import __version__, contact_sheet, packs, probe
 from trainer.config import Settings
+from trainer.corpus_files import SPLITS
 from trainer.files import read_json, sha256, write_text
 from trainer.job import duration
 from trainer.packs.base import Metric
@@ -58,6 +59,7 @@ METRICS = {
     "rel_mse": "squared error as a share of the targets' squares: 0 is perfect, 1 is a guess of nothing but zeros",
     "roundtrip_cos": "the main figure between the file's rows and the checkpoint's: what the file format costs",
     "baseline_cos": "the main figure of a guess that gives every row the mean training row",
+    "probe_cos": "the main figure on prompts of other kinds, each kind counting the same",
 }
 STAGES = ("material", "materials", "corpus", "seed_table", "precompute", "train", "export", "companion", "evaluate")
 
@@ -78,6 +80,7 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
     pack = packs.get(settings.pack)
     evaluation = read_json(run_folder / "eval.json")
     corpus = read_json(run_folder / "corpus.json")
+    shards = read_json(run_folder / "shards.json")
     metrics = read_metrics(run_folder / "metrics.csv")
     snakemake = f"snakemake --profile packs/{settings.pack}"
     run_option = "" if settings.run == settings.pack else f"run={shlex.quote(str(settings.run))}"
@@ -87,6 +90,8 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         pack=pack,
         evaluation=evaluation,
         figure=FIGURES[pack.metric],
+        # Runs that were evaluated by older versions have none.
+        probes=[{"kind": probe.KINDS[kind]} | values for kind, values in evaluation.get("probe", {}).items()],
         gains={name: meaning for name, meaning in METRICS.items() if name in evaluation["metrics"]},
         gguf={
             "path": str(gguf.resolve()),
@@ -98,7 +103,8 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         reference=_reference_options(settings),
         materials=read_json(run_folder / "materials.json")["materials"],
         corpus=corpus,
-        shards=read_json(run_folder / "shards.json"),
+        shards=shards,
+        splits=[split for split in SPLITS if split in shards],
         charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
         sheet=contact_sheet.samples(run_folder / "corpus"),
         worst=[

@@ -1,7 +1,7 @@
 """The loss, and the figures of validation and evaluation: one code for both, weighted by row over the whole split."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -114,14 +114,18 @@ def _unit_rms(rows: torch.Tensor) -> torch.Tensor:
     return rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def batches(shards: Sequence[Shard], size: int, queries: int | None) -> Iterator[tuple[list[str], Batch]]:
-    """All samples in stored order, with their ids."""
+def batches(
+    shards: Sequence[Shard], size: int, queries: int | None, only: Container[str] | None = None
+) -> Iterator[tuple[list[str], Batch]]:
+    """All samples in stored order, or those of the ids `only`, with their ids."""
     for shard in shards:
         for chunk, (first, end) in enumerate(pairwise(shard.chunks)):
+            ids = shard.header["ids"][first:end]
+            wanted = [number for number, id in enumerate(ids) if only is None or id in only]
             samples = Samples.read([(shard, chunk)])
-            for start in range(0, len(samples), size):
-                part = np.arange(start, min(start + size, len(samples)))
-                yield shard.header["ids"][first:end][start : start + size], samples.take(part).batch(queries)
+            for start in range(0, len(wanted), size):
+                part = wanted[start : start + size]
+                yield [ids[number] for number in part], samples.take(np.array(part)).batch(queries)
 
 
 @torch.inference_mode()

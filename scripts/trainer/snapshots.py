@@ -10,10 +10,10 @@ from trainer import checkpoints, control, evaluation, export
 from trainer.config import Settings
 from trainer.corpus_files import Sample
 from trainer.errors import TrainerError
-from trainer.files import digest, read_json, write_json
+from trainer.files import read_json, write_json
 from trainer.job import log
 from trainer.packs import get as get_pack
-from trainer.shard_index import listed
+from trainer.shard_index import listed, trained_on
 
 
 def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str, Sample]) -> Path:
@@ -52,7 +52,7 @@ def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str,
 def _check_shards(run: Path, settings: Settings, meta: dict[str, Any]) -> None:
     """The settings and records that the file's keys are taken from must be those the checkpoint was trained with."""
     index = read_json(run / "shards.json")
-    if meta["made_from"]["shards"] != digest(index):
+    if meta["made_from"]["shards"] != trained_on(index):
         raise TrainerError(f"the shards of {run} changed after step {meta['step']} was trained: run training first")
     trained, asked = (
         "synthetic" if it else "real" for it in (index["synthetic"], settings.precompute.teacher == "synthetic")

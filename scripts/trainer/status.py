@@ -38,6 +38,7 @@ import psutil
 
 from trainer import config, control, materials
 from trainer.config import Settings
+from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.estimates import GB, Estimate, Machine, estimate
 from trainer.files import read_json
@@ -121,11 +122,11 @@ class _Run:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def samples(self) -> int | None:
-        """How many samples the corpus has; None while there is none."""
-        summary = self._json("corpus.json")
-        counts = [count for split in ("train", "val") for count in dict(summary.get(split) or {}).values()]
-        return sum(int(_number(count) or 0) for count in counts) or None
+    def samples(self) -> dict[str, int]:
+        """How many samples each split of the corpus has; {} while there is none."""
+        counts = {split: dict(self._json("corpus.json").get(split) or {}).values() for split in SPLITS}
+        found = {split: sum(int(_number(count) or 0) for count in listed) for split, listed in counts.items()}
+        return found if any(found.values()) else {}
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
@@ -166,9 +167,9 @@ class _Run:
         return {"done": len(there), "total": needed and len(needed), "unit": "materials", "complete": complete}
 
     def _corpus(self, earlier: bool) -> Values:
-        done = self.samples()
+        done = sum(self.samples().values())
         total = done or (self.settings and int(estimate(self.settings, Machine("any", 1, 1)).samples))
-        return {"done": done or 0, "total": total, "unit": "samples", "complete": bool(done)}
+        return {"done": done, "total": total, "unit": "samples", "complete": bool(done)}
 
     def _precompute(self, earlier: bool) -> Values:
         done = sum(len(shards) for _, shards in self.blocks)
@@ -230,7 +231,7 @@ class _Run:
     def blocks(self) -> list[tuple[Path | None, list[Path]]]:
         """Every block of the plan, or else that is there: its list if it is done, and its shards."""
         found = []
-        for split in ("train", "val"):
+        for split in SPLITS:
             place = self.folder / "shards" / split
             shards = list(place.glob("[0-9][0-9][0-9][0-9]-[0-9][0-9].safetensors"))
             if self.settings:
@@ -297,18 +298,16 @@ class _Run:
         return [gguf, *companion, *gguf.parent.glob(f"{self.settings.export.name}-step*-f16.gguf")]
 
     def expected(self) -> Estimate | None:
-        """Estimates for as many samples as the corpus has, of the size that the shards which are there have."""
+        """Estimates for as many samples as the corpus has, of the size of those in the shards that are there."""
         if not self.settings:
             return None
-        samples = self.samples()
+        samples = self.samples() or {split: self.settings.samples(split) for split in SPLITS}
         shards = [file for _, files in self.blocks for file in files]
-        known = estimate(self.settings, Machine("any", 1, 1), samples)
-        if not shards:
-            return known
-        total = len(self.blocks) * self.settings.precompute.block_shards
-        return estimate(
-            self.settings, Machine("any", 1, 1), samples, _size(shards) / len(shards) * total / known.samples
-        )
+        each = self.settings.precompute.block_shards
+        # Those of a split have about equally many.
+        held = sum(samples[file.parent.name] / (self.settings.blocks(file.parent.name) * each) for file in shards)
+        size = _size(shards) / held if held else None
+        return estimate(self.settings, Machine("any", 1, 1), sum(samples.values()), size)
 
     def _needed(self, stage: str, used: int, expected: Estimate | None) -> int | None:
         if not expected:

@@ -26,7 +26,7 @@ from trainer.files import digest, read_json, write_if_changed, write_text, writt
 from trainer.job import announce, duration, log
 from trainer.loading import Loader
 from trainer.processes import Together
-from trainer.shard_index import listed
+from trainer.shard_index import listed, trained_on
 from trainer.shards import Shard
 from trainer.vocabulary import Vocabulary
 
@@ -83,7 +83,7 @@ class Trainer:
         self.made_from = {
             "adapter": settings.adapter.fingerprint(),
             "train": settings.train.fingerprint(),
-            "shards": digest(inputs.index),
+            "shards": trained_on(inputs.index),
         }
         self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}
         if not inputs.index["train"]["samples"] or not inputs.index["val"]["samples"]:
