@@ -215,6 +215,31 @@ def test_a_report_is_shown_without_its_scripts(looking, chromium):
     assert chromium.value("document.title") == "report"
 
 
+def test_a_gpu_is_told_as_its_tool_tells_it_and_none_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert readings.gpus() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho '0, NVIDIA X, 97, 1024, 2048, 61, 120.5'; echo '1, NVIDIA Y, [N/A], 0, 0, 40, [N/A]'\n"
+    )
+    tool.chmod(0o755)
+    first, second = readings.gpus()
+    assert first["name"] == "GPU 0 NVIDIA X"
+    assert (first["used"], first["memory_used"], first["memory_total"]) == (0.97, 1 << 30, 1 << 31)
+    assert (second["used"], second["celsius"], second["watts"]) == (None, 40.0, None)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert readings.gpus() == []
+
+
+def test_a_long_curve_is_drawn_by_means_and_gaps_are_left_out():
+    rows = [{"step": str(step), "loss": f"{step}", "val_cos": "" if step % 100 else "0.5"} for step in range(1, 6001)]
+    found = readings.curves([*rows, {"step": "6000", "loss": "nan"}, {"step": ""}])
+    assert len(found["loss"]) == readings.POINTS
+    assert found["loss"][0] == (20, 10.5)
+    assert [step for step, _ in found["val_cos"]] == list(range(100, 6000, 100))
+    assert found["lr"] == []
+
+
 # -- asked for ---------------------------------------------------------------------------------------------------------
 
 WORKFLOW = """
@@ -303,15 +328,12 @@ with only_one(sys.argv[1], "train"):
     command = [sys.executable, "-c", job, str(run)]
     with subprocess.Popen(command, cwd=SCRIPT.parent, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        status, text = controlled.post("/run/demo/start")
-        assert status == 409
+        assert controlled.post("/run/demo/start")[0] == 409
         assert controlled.post("/run/demo/stop") == (200, '{"done":"train was asked to save and stop"}')
         assert process.wait(timeout=20) == 0
 
 
-@pytest.mark.parametrize(
-    "body", [None, {}, [], {"step": 3}, {"steps": "9"}, {"steps": 0}, {"steps": True}, {"steps": 1e3}]
-)
+@pytest.mark.parametrize("body", [None, {}, [], {"step": 3}, *({"steps": it} for it in ("9", 0, -1, True, 1e3, None))])
 def test_steps_that_are_none_are_refused(controlled, asked, body):
     assert controlled.post("/run/demo/steps", body)[0] in (400, 409)
     assert (asked / "my.yaml").read_text() == "train:\n  steps: 600  # mine\n"
@@ -393,18 +415,10 @@ def test_a_command_is_recorded_if_it_is_for_a_whole_run_and_all_of_it_is_known(t
     "path",
     [
         *("/run/outside", "/run/outside/report.html", "/run/linked/report.html", "/run/.hidden/report.html"),
-        *(
-            "/run/../secret/report.html",
-            "/run/..%2Fsecret/report.html",
-            "/run/%2e%2e/report.html",
-            "/run/./report.html",
-        ),
-        *(
-            "/run/demo%2F..%2F..%2Fsecret/report.html",
-            "/run/demo/settings/run.json",
-            "/run/demo/../../secret/report.html",
-        ),
+        *("/run/../secret/report.html", "/run/..%2Fsecret/report.html", "/run/%2e%2e/report.html"),
+        *("/run/demo%2F..%2F..%2Fsecret/report.html", "/run/demo/../../secret/report.html", "/run/./report.html"),
         *("/run/%00/report.html", "/run/demo%5C..%5C../report.html", "//run/..%252Fsecret/report.html"),
+        "/run/demo/settings/run.json",
     ],
 )
 def test_nothing_outside_a_run_is_reached(looking, path):
@@ -417,31 +431,25 @@ def test_links_out_of_a_run_are_no_logs(runs):
     found = readings.Runs(runs)
     assert found.names() == ["linked", "demo"]
     assert found.logs("linked") == {}
-    assert set(found.logs("demo")) == {"train", "evaluate"}
+    assert {"train", "evaluate"} <= set(found.logs("demo"))
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:PORT", "127.0.0.1", "127.0.0.1:1", "", ["127.0.0.1:PORT"] * 2]
-)
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/"), ("GET", "/run/demo/report.html"), ("POST", "/run/demo/stop")]
-)
-def test_a_foreign_host_is_refused(controlled, method, path, host):
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:PORT", "127.0.0.1", "", ["127.0.0.1:PORT"] * 2])
+@pytest.mark.parametrize("ask", ["GET /", "GET /run/demo/report.html", "POST /run/demo/stop"])
+def test_a_foreign_host_is_refused(controlled, ask, host):
     def put(text):
         return text.replace("PORT", str(controlled.port))
 
     host = [put(it) for it in host] if isinstance(host, list) else put(host)
     headers = {"Host": host, "Origin": controlled.origin, "Authorization": f"Bearer {controlled.token}"}
-    status, _, text = controlled.ask(method, path, headers)
+    status, _, text = controlled.ask(*ask.split(), headers)
     assert status in (400, 403)
     assert "Runs" not in text
 
 
-@pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://127.0.0.1:PORT", None]
-)
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://127.0.0.1:PORT", ""])
 def test_what_a_page_of_another_origin_asks_for_is_refused(controlled, origin):
-    origin = origin and origin.replace("PORT", str(controlled.port))
+    origin = origin.replace("PORT", str(controlled.port)) or None
     assert controlled.post("/run/demo/stop", Origin=origin)[0] == 403
     polling = "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
     assert controlled.ask("POST", polling, {"Origin": origin} if origin else {})[0] == 403
@@ -481,11 +489,7 @@ def test_what_is_asked_of_no_run_is_refused(controlled, name):
 def test_every_answer_forbids_other_servers_frames_and_caches(looking):
     for path in ("/", "/run/demo", "/run/demo/report.html", "/run/none"):
         _, headers, _ = looking.ask("GET", path)
-        assert (
-            "default-src 'self'" in headers["content-security-policy"]
-            or headers["content-security-policy"] == guard.REPORT
-        )
-        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["content-security-policy"] == (guard.REPORT if path.endswith(".html") else guard.PAGES)
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cache-control"] == "no-store"
         assert not headers.get_all("set-cookie")
@@ -508,8 +512,7 @@ def test_a_missing_folder_and_a_port_in_use_are_one_sentence(runs, looking):
 def test_the_token_is_in_no_answer_and_no_command_line(controlled, looking):
     assert len(controlled.answers) > 40
     assert not [answer for answer in controlled.answers if controlled.token.encode() in answer]
-    status = Path(f"/proc/{controlled.process.pid}/cmdline")
-    assert not status.exists() or controlled.token.encode() not in status.read_bytes()
-    assert not [
-        file for file in controlled.runs.rglob("*") if file.is_file() and controlled.token in file.read_text("latin1")
-    ]
+    started_with = Path(f"/proc/{controlled.process.pid}/cmdline")
+    files = [file for file in controlled.runs.rglob("*") if file.is_file()]
+    for file in (started_with, *files):
+        assert not file.exists() or controlled.token.encode() not in file.read_bytes()

@@ -2,19 +2,19 @@
 
 import asyncio
 import html
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import psutil
 from fastapi.responses import PlainTextResponse, Response
 from nicegui import ui
 
 from trainer import commands, packs, status
 from trainer.dashboard.actions import Actions
-from trainer.dashboard.readings import Recent, Runs, Series, hardware, tail
+from trainer.dashboard.readings import Hardware, Recent, Runs, Series, tail
 from trainer.errors import TrainerError
 from trainer.job import duration
 
@@ -39,12 +39,11 @@ LINK = (
 )
 
 Values = dict[str, Any]
-machine = Recent(hardware, 2.5)
+machine = Recent(Hardware(), 2.5)
 
 
 def define(runs: Runs, actions: Actions, control: bool) -> None:
     """Define the pages; with `control` those of runs have what is asked for with the token."""
-    psutil.cpu_percent()  # the next call tells the use since this one
     ui.add_head_html(f"<style>{(HERE / 'dashboard.css').read_text(encoding='utf-8')}</style>", shared=True)
     ui.add_head_html(f"<script>{(HERE / 'dashboard.js').read_text(encoding='utf-8')}</script>", shared=True)
 
@@ -121,9 +120,9 @@ class _RunPage:
                 _Chart("Learning rate", {"lr": "learning rate"}, zero=True),
                 _Chart("Prompts a second", {"prompts_per_s": "prompts/s"}, zero=True),
             ]
-        with _section("This machine") as section:
+        with _section("This machine").classes("machine"):
+            ui.label(socket.gethostname()).classes("soft small")
             self.machine = _table("This machine", ["part", "use"], {"use": BAR})
-            section.classes("machine")
         with _section("Snapshots"):
             columns = ["step", "val cosine", "of the file", "size", "made", "file"]
             self.snapshots = _table("Snapshots", columns, {}, "none yet")
@@ -189,7 +188,7 @@ class _RunPage:
             self.figures[name].set_text(value)
         for chart in self.charts:
             chart.show(found["curves"])
-        _fill(self.machine, _machine(found["machine"], disk))
+        _fill(self.machine, _machine(found["machine"]))
         _fill(self.snapshots, [_snapshot(entry) for entry in found["snapshots"]])
         if found["logs"] != self.choice.options:  # an open list would close
             self.choice.set_options(found["logs"])
@@ -335,7 +334,7 @@ def _exported(now: Values) -> float | None:
     return evaluation.get(packs.get(now["pack"]).metric if now["pack"] else "cos")
 
 
-def _machine(found: Values, disk: Values) -> list[Values]:
+def _machine(found: Values) -> list[Values]:
     ram = f"{_size(found['ram_used'])} of {_size(found['ram_total'])}"
     rows = [
         _use("CPU", found["cpu"], f"{found['cpu']:.0%} of {found['cores']} cores, load {found['load']:.1f}"),

@@ -2,7 +2,6 @@
 
 import math
 import os
-import platform
 import shutil
 import subprocess
 import threading
@@ -132,18 +131,32 @@ def curves(rows: Iterable[dict[str, Any]]) -> Series:
     return found
 
 
-def hardware(_: str = "") -> dict[str, Any]:
-    """The machine that this server runs on: host, cores, share of CPU, RAM and GPU in use; bytes."""
-    memory = psutil.virtual_memory()
-    return {
-        "host": platform.node(),
-        "cores": psutil.cpu_count() or 1,
-        "cpu": psutil.cpu_percent() / 100,
-        "load": psutil.getloadavg()[0],
-        "ram_used": memory.total - memory.available,
-        "ram_total": memory.total,
-        "gpus": gpus(),
-    }
+class Hardware:
+    """The machine that this server runs on."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_seconds()
+
+    def __call__(self, _: str = "") -> dict[str, Any]:
+        """Cores, the share of them in use since the last call, load, RAM and GPUs; sizes in bytes."""
+        memory, now = psutil.virtual_memory(), _cpu_seconds()
+        busy, whole = (then - before for then, before in zip(now, self._before, strict=True))
+        self._before = now
+        return {
+            "cores": psutil.cpu_count() or 1,
+            "cpu": busy / whole if whole else 0.0,
+            "load": psutil.getloadavg()[0],
+            "ram_used": memory.total - memory.available,
+            "ram_total": memory.total,
+            "gpus": gpus(),
+        }
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Seconds all cores were busy, and all there were. Not `psutil.cpu_percent`, which knows them only by thread."""
+    times = psutil.cpu_times()._asdict()
+    whole = sum(value for name, value in times.items() if not name.startswith("guest"))  # counted as user
+    return whole - times["idle"] - times.get("iowait", 0.0), whole
 
 
 def gpus() -> list[dict[str, Any]]:
