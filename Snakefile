@@ -25,7 +25,10 @@ except TrainerError as error:
 
 RUN = settings.folder
 if workflow.is_main_process:  # for `scripts/dashboard.py`, and no rule's input
-    settings_files = [f"{workflow.basedir}/config.yaml", *map(str, workflow.config_settings.configfiles)]
+    settings_files = [
+        f"{workflow.basedir}/config.yaml",
+        *map(str, workflow.config_settings.configfiles),
+    ]
     commands.record(RUN, sys.argv[1:], settings_files, workflow.config_settings.config)
 
 

@@ -23,6 +23,7 @@ from trainer.errors import TrainerError
 
 pytest.importorskip("nicegui", reason="the dashboard's packages are not installed")
 from trainer.dashboard import guard, readings
+from trainer.dashboard.actions import Actions
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "dashboard.py"
 HOSTILE = "</script><script>document.title='run'</script> `${document.title='run'}` <img src=x onerror=alert(1)>"
@@ -219,9 +220,8 @@ def test_a_gpu_is_told_as_its_tool_tells_it_and_none_is_none(tmp_path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path))
     assert readings.gpus() == []
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\necho '0, NVIDIA X, 97, 1024, 2048, 61, 120.5'; echo '1, NVIDIA Y, [N/A], 0, 0, 40, [N/A]'\n"
-    )
+    lines = "0, NVIDIA X, 97, 1024, 2048, 61, 120.5", "1, NVIDIA Y, [N/A], 0, 0, 40, [N/A]"
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     tool.chmod(0o755)
     first, second = readings.gpus()
     assert first["name"] == "GPU 0 NVIDIA X"
@@ -331,6 +331,17 @@ with only_one(sys.argv[1], "train"):
         assert controlled.post("/run/demo/start")[0] == 409
         assert controlled.post("/run/demo/stop") == (200, '{"done":"train was asked to save and stop"}')
         assert process.wait(timeout=20) == 0
+
+
+def test_what_was_started_here_and_does_not_save_is_interrupted(runs, asked):
+    (asked / "Snakefile").write_text("rule all:\n    output: 'started'\n    shell: 'touch running; sleep 60'\n")
+    asking = Actions(readings.Runs(runs))
+    asking.do("start", "demo", {})
+    appears(asked / "running")
+    assert asking.do("stop", "demo", {}) == "demo was interrupted"
+    assert asking._started["demo", "start"].wait(timeout=20) != 0
+    assert asking.failed("demo", "stopped") == []
+    assert "its log says why" in asking.failed("demo", "waiting")[0]
 
 
 @pytest.mark.parametrize("body", [None, {}, [], {"step": 3}, *({"steps": it} for it in ("9", 0, -1, True, 1e3, None))])

@@ -1,5 +1,7 @@
 """What may be asked of a run from its page. Who may ask was decided before."""
 
+import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -39,10 +41,14 @@ class Actions:
         return f"started: {command.text()}"
 
     def stop(self, run: Path) -> str:
-        """Ask the jobs of the run to save and stop."""
+        """Ask the jobs of the run to save and stop; what was started here and has none that saves is interrupted."""
         names = control.running(run)
+        started = self._started.get((run.name, "start"))
+        if not names and started and started.poll() is None:
+            os.killpg(started.pid, signal.SIGINT)  # Ctrl-C
+            return f"{run.name} was interrupted"
         if not names:
-            raise TrainerError("no job that saves runs now: one that only computes a little is stopped with Ctrl-C")
+            raise TrainerError("no job that saves runs now, and nothing that was started here: use Ctrl-C where it was")
         # The request stands until they have stopped, which may take minutes.
         threading.Thread(target=control.request_stop, args=(run,), daemon=True).start()
         return f"{', '.join(names)} was asked to save and stop"
@@ -77,10 +83,10 @@ class Actions:
                 start_new_session=True,
             )
 
-    def ended(self, run: str) -> list[str]:
-        """What was started here and has not succeeded."""
+    def failed(self, run: str, state: str) -> list[str]:
+        """What was started here and did not succeed; that a run was stopped is no failure of its start."""
         return [
             f"{name} ended with status {process.returncode}: its log says why"
-            for (of, name), process in self._started.items()
-            if of == run and process.poll()
+            for (of, name), process in list(self._started.items())
+            if of == run and process.poll() and (name != "start" or state in ("failed", "waiting"))
         ]

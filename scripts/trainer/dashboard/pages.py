@@ -159,7 +159,7 @@ class _RunPage:
                 **{"logs": {NEWEST: f"newest: {newest or 'none yet'}"} | {name: name for name in logs}},
                 **{"text": tail(log) if log else ""},
                 **{"snapshots": self.runs.snapshots(self.name), "report": self.runs.report(self.name) is not None},
-                **{"ended": self.actions.ended(self.name)},
+                **{"failed": self.actions.failed(self.name, found["state"])},
             }
         except TrainerError as error:
             return {"gone": str(error)}
@@ -180,7 +180,7 @@ class _RunPage:
         self.report.set_visibility(found["report"])
         problems = [(it["kind"], f"{it['job']}: {it['message']}") for it in now["problems"]]
         self._show_problems(
-            [*problems, *(("failed", text) for text in found["ended"])] + [("note", n) for n in now["notes"]]
+            [*problems, *(("failed", text) for text in found["failed"])] + [("note", n) for n in now["notes"]]
         )
         _fill(self.stages, [_stage(stage) for stage in now["stages"]])
         _fill(self.jobs, [_job(job, now["time"]) for job in now["jobs"] if job["alive"] is not False])
