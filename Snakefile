@@ -14,7 +14,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 # The package that rules and scripts share; jobs of a rule find it by themselves.
 sys.path.insert(0, f"{workflow.basedir}/scripts")
 
-from trainer import config as settings_of, corpus_files, materials
+from trainer import commands, config as settings_of, corpus_files, materials
 from trainer.errors import TrainerError
 
 try:
@@ -24,6 +24,12 @@ except TrainerError as error:
     raise WorkflowError(str(error))
 
 RUN = settings.folder
+if workflow.is_main_process:  # for `scripts/dashboard.py`, and no rule's input
+    settings_files = [
+        f"{workflow.basedir}/config.yaml",
+        *map(str, workflow.config_settings.configfiles),
+    ]
+    commands.record(RUN, sys.argv[1:], settings_files, workflow.config_settings.config)
 
 
 localrules:

@@ -27,7 +27,8 @@ def conda():
 
 
 def test_every_dependency_of_the_project_is_locked_at_a_version_it_allows():
-    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]:
+    extras = PROJECT["optional-dependencies"]
+    for text in [*PROJECT["dependencies"], *extras["dev"], *extras["dashboard"]]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(locked()[canonicalize_name(wanted.name)]), text
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import finished_run
 import pytest
 import tiny_models
-from trainer import config, doctor, job, status
+from trainer import commands, config, doctor, job, status
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from workflow import CHECKOUT, Project, prompts
@@ -109,6 +109,9 @@ def test_status_and_doctor_agree_with_a_run_from_its_start_over_a_stop_and_a_kil
     seen = follow(project, lambda found: found["metrics"]["val"] and found["jobs"] and found["jobs"][0]["rate"])
     planned = next(found for found in seen if stages(found)["corpus"]["state"] == "done")
     training = seen[-1]
+    recorded = commands.read(project.run)
+    assert [sys.executable, "-m", "snakemake", *recorded.arguments] == project.command()
+    assert (recorded.folder, recorded.configfiles[-1]) == (str(project.folder), str(project.folder / "pack.yaml"))
     (entry,) = training["jobs"]
     assert (entry["name"], entry["host"], entry["alive"]) == ("train", socket.gethostname(), True)
     assert training["state"] == stages(training)["train"]["state"] == "running"

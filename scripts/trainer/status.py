@@ -66,6 +66,11 @@ def read(run: Path | str) -> Values:
     return _Run(folder).status()
 
 
+def training_rows(run: Path | str) -> list[Values]:
+    """The rows of metrics.csv so far, as text or numbers; a step that was trained again is there twice, newest last."""
+    return _Run(Path(run).absolute()).rows()
+
+
 class _Run:
     """What is read of a run."""
 
@@ -125,7 +130,7 @@ class _Run:
     def samples(self) -> dict[str, int]:
         """How many samples each split of the corpus has; {} while there is none."""
         counts = {split: dict(self._json("corpus.json").get(split) or {}).values() for split in SPLITS}
-        found = {split: sum(int(_number(count) or 0) for count in listed) for split, listed in counts.items()}
+        found = {split: sum(int(number(count) or 0) for count in listed) for split, listed in counts.items()}
         return found if any(found.values()) else {}
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -251,7 +256,7 @@ class _Run:
         try:
             file = self.folder / "benchmarks" / f"precompute-{ended.parent.name}-{ended.stem}.tsv"
             row = next(csv.DictReader(io.StringIO(file.read_text()), delimiter="\t"))
-            return _number(row.get("s"))
+            return number(row.get("s"))
         except (OSError, StopIteration):
             return None
 
@@ -319,22 +324,27 @@ class _Run:
 
     # -- figures and problems ------------------------------------------------------------------------------------------
 
-    def metrics(self) -> Values:
-        """The newest figures."""
+    def rows(self) -> list[Values]:
+        """The rows of metrics.csv, and those of training that runs since it last saved."""
         rows: list[Values] = []
         file = self.folder / "metrics.csv"
         if file.exists():
             rows += csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
         for job in self.running:
             rows += self.told[job["name"]].get("metrics", [])
-        best = _number(_meta(self.folder / "checkpoints" / "state.safetensors").get("best_cos"))
+        return rows
+
+    def metrics(self) -> Values:
+        """The newest figures."""
+        rows = self.rows()
+        best = number(_meta(self.folder / "checkpoints" / "state.safetensors").get("best_cos"))
         val = _newest(rows, _VAL)
         if val:
             val["best_cos"] = max((it for it in (best, val["val_cos"]) if it is not None), default=None)
         return {
             "train": _newest(rows, _TRAIN),
             "val": val,
-            "evaluation": {k: _number(v) for k, v in self._json("eval.json").get("metrics", {}).items()} or None,
+            "evaluation": {k: number(v) for k, v in self._json("eval.json").get("metrics", {}).items()} or None,
         }
 
     def _problems(self) -> Iterator[Values]:
@@ -388,7 +398,7 @@ def _told(folder: Path) -> dict[str, Values]:
 
 def _job(name: str, values: Values) -> Values:
     known = {key: values.get(key) for key in ("pid", "host", "started", "updated", "what", "unit")}
-    done, total, rate = (_number(values.get(key)) for key in ("done", "total", "rate"))
+    done, total, rate = (number(values.get(key)) for key in ("done", "total", "rate"))
     return {
         **{"name": name, "stage": _stage(name), **known, "alive": _alive(values)},
         **{"done": done, "total": total, "rate": rate},
@@ -439,7 +449,7 @@ def _newest(rows: list[Values], columns: Iterable[str]) -> Values | None:
     if not known:
         return None
     row = max(known, key=lambda row: int(row["step"]))
-    return {"step": int(row["step"]), **{name: _number(row.get(name)) for name in ("time", *columns)}}
+    return {"step": int(row["step"]), **{name: number(row.get(name)) for name in ("time", *columns)}}
 
 
 def _meta(checkpoint: Path) -> Values:
@@ -452,13 +462,13 @@ def _meta(checkpoint: Path) -> Values:
         return {}
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A finite number; None for anything else."""
     try:
-        number = float(value)
+        found = float(value)
     except (TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None
+    return found if math.isfinite(found) else None
 
 
 def _time(path: Path) -> float:
@@ -492,7 +502,7 @@ def _size(paths: Iterable[Path]) -> int:
 
 def text(status: Values) -> str:
     """A status in lines for a terminal."""
-    rows = [(stage["name"], stage["state"], _progress(stage), *_pace_and_disk(stage)) for stage in status["stages"]]
+    rows = [(stage["name"], stage["state"], progress(stage), *pace_and_disk(stage)) for stage in status["stages"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{status['run']}  {status['pack'] or 'unknown pack'}  {status['state']}", ""]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -500,16 +510,18 @@ def text(status: Values) -> str:
     return "\n".join(lines)
 
 
-def _progress(values: Values) -> str:
+def progress(values: Values) -> str:
+    """How far a stage or a job is, such as `40/136 shards`."""
     total = "?" if values["total"] is None else f"{round(values['total']):,}"
     return f"{round(values['done']):,}/{total} {values['unit']}"
 
 
-def _pace_and_disk(stage: Values) -> tuple[str, str]:
+def pace_and_disk(stage: Values) -> tuple[str, str]:
+    """Rate and time left of a stage, and its bytes; empty where there is nothing to say."""
     pace = [f"{stage['rate']:.3g}/s"] if stage["rate"] else []
     pace += [f"{duration(stage['eta_s'])} left"] if stage["eta_s"] is not None else []
-    disk = [_bytes(stage["used_bytes"])] if stage["used_bytes"] else []
-    disk += [f"{_bytes(stage['needed_bytes'])} to go"] if stage["needed_bytes"] else []
+    disk = [size_text(stage["used_bytes"])] if stage["used_bytes"] else []
+    disk += [f"{size_text(stage['needed_bytes'])} to go"] if stage["needed_bytes"] else []
     return ", ".join(pace), ", ".join(disk)
 
 
@@ -526,8 +538,8 @@ def _details(status: Values) -> Iterator[tuple[str, str]]:
             ]
             yield name, step + ", ".join(shown)
     disk = status["disk"]
-    needed = "" if disk["needed_bytes"] is None else f"{_bytes(disk['needed_bytes'])} still needed, "
-    yield "disk", f"{_bytes(disk['used_bytes'])} used, {needed}{_bytes(disk['free_bytes'])} free"
+    needed = "" if disk["needed_bytes"] is None else f"{size_text(disk['needed_bytes'])} still needed, "
+    yield "disk", f"{size_text(disk['used_bytes'])} used, {needed}{size_text(disk['free_bytes'])} free"
     for problem in status["problems"]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(problem["time"])) if problem["time"] else "unknown time"
         yield problem["kind"], f"{problem['job']}, {when}: {problem['message']}"
@@ -538,7 +550,7 @@ def _details(status: Values) -> Iterator[tuple[str, str]]:
 def _of_job(job: Values, now: float) -> Iterator[str]:
     yield f"{job['name']} (process {job['pid']} on {job['host']})"
     if job["total"] and job["done"] is not None:
-        yield f"{job['what']}: {_progress(job)}"
+        yield f"{job['what']}: {progress(job)}"
     if job["rate"]:
         yield f"{job['rate']:.3g} {job['unit']}/s"
     if job["eta_s"] is not None:
@@ -547,7 +559,8 @@ def _of_job(job: Values, now: float) -> Iterator[str]:
         yield f"as of {duration(now - job['updated'])} ago"
 
 
-def _bytes(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes in decimal units."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
