@@ -28,6 +28,7 @@ from trainer.adapters.resampler import Resampler
 from trainer.batches import Batch
 from trainer.config import Settings
 from trainer.files import write_json
+from trainer.loading import Loader
 from trainer.training import Inputs, Trainer
 
 
@@ -73,8 +74,8 @@ def make_sample(id: str, slots: int, shape: config.Adapter, random: torch.Genera
     return shards.Rows(id, ids, student.bfloat16(), target.bfloat16())
 
 
-def ours(settings: Settings, inputs: Inputs) -> Callable[[], None]:
-    """A step of this project."""
+def ours(settings: Settings, inputs: Inputs) -> tuple[Callable[[], None], Loader]:
+    """A step of this project, and what gives it batches."""
     trainer = Trainer(settings, inputs, lambda steps: steps)
     loader = trainer.loader()
 
@@ -82,7 +83,7 @@ def ours(settings: Settings, inputs: Inputs) -> Callable[[], None]:
         trainer._step(*next(loader))
         trainer.step += 1
 
-    return step
+    return step, loader
 
 
 def plain(settings: Settings, inputs: Inputs) -> Callable[[], None]:
@@ -149,7 +150,8 @@ def main() -> None:
     logging.getLogger("trainer").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         settings, inputs = make_run(Path(folder), options)
-        ways = {"ours": ours(settings, inputs), "plain": plain(settings, inputs)}
+        our_step, loader = ours(settings, inputs)
+        ways = {"ours": our_step, "plain": plain(settings, inputs)}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(options.rounds + 1):
             for name, step in ways.items():
@@ -158,6 +160,10 @@ def main() -> None:
                     step()
                 if number:  # the first round warms up
                     seconds[name].append((time.perf_counter() - start) / options.steps)
+            if not number:
+                before = loader.waited
+        waited = (loader.waited - before) / (sum(seconds["ours"]) * options.steps)
+        loader.close()
     print(f"width {options.width}, depth {options.depth}, batch {options.batch}, {options.slots} of 120 slots real\n")
     print("| way | ms a step (median) | fastest | slowest | ratio |\n|---|---|---|---|---|")
     base = statistics.median(seconds["plain"])
@@ -165,6 +171,7 @@ def main() -> None:
         middle = statistics.median(times)
         figures = [f"{1000 * value:.1f}" for value in (middle, min(times), max(times))]
         print(f"| {name} | {' | '.join(figures)} | {base / middle:.2f} |")
+    print(f"\nours waited for batches {waited:.2%} of its time")
 
 
 if __name__ == "__main__":
