@@ -19,7 +19,7 @@ from trainer import adapters, checkpoints, devices, packs, scoring
 from trainer.batches import Batch, Loader, Order
 from trainer.config import Settings, Train, write_stage_settings
 from trainer.control import Requests
-from trainer.errors import TrainerError
+from trainer.errors import StoppedError, TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
 from trainer.job import announce, duration, log
 from trainer.shard_index import listed
@@ -30,10 +30,6 @@ COLUMNS = ["step", "time", "loss", "mse", "cos", "lr", "grad_norm", "prompts_per
 
 # Weights that come from a file: which of the adapter's, and which of the file's.
 _GIVEN = {"seed_table": ("t5_embed.weight", "table"), "vision_proj": ("vision_proj.weight", "weight")}
-
-
-class StoppedError(TrainerError):
-    """Training was asked to stop, and saved."""
 
 
 def learning_rate(step: int, steps: int, settings: Train) -> float:
