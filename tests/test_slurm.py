@@ -1,6 +1,8 @@
 """Whole runs as jobs of a real SLURM: `slurm_cluster` brings one up."""
 
+import os
 import re
+import signal
 import time
 
 import pytest
@@ -74,33 +76,36 @@ def test_a_run_outlives_its_node_its_time_limit_and_preemption_and_ends_in_the_b
         wait_for(lambda: trains() and step(made) > before + 3)
 
     process = made.start()
-    wait_for(lambda: step(made) > 3, 180)
-    blocks = [job for job in jobs(cluster) if job["rule"] == "precompute_block"]
-    assert len(blocks) == 2
-    assert max(job["StartTime"] for job in blocks) < min(job["EndTime"] for job in blocks)  # each has its own GPU
-    on_gpu = {job["rule"] for job in jobs(cluster) if "gres:gpu:1" in job.get("TresPerJob", "")}
-    assert on_gpu == {"precompute_block", "train"}
+    try:
+        wait_for(lambda: step(made) > 3, 180)
+        blocks = [job for job in jobs(cluster) if job["rule"] == "precompute_block"]
+        assert len(blocks) == 2
+        assert max(job["StartTime"] for job in blocks) < min(job["EndTime"] for job in blocks)  # each has its own GPU
+        on_gpu = {job["rule"] for job in jobs(cluster) if "gres:gpu:1" in job.get("TresPerJob", "")}
+        assert on_gpu == {"precompute_block", "train"}
 
-    cluster.crash_node()
-    wait_for(lambda: one(cluster, "train")["JobState"] == "PENDING")
-    cluster.start_node()
-    goes_on()
-    assert one(cluster, "train")["Restarts"] == "1"
+        cluster.crash_node()
+        wait_for(lambda: one(cluster, "train")["JobState"] == "PENDING")
+        cluster.start_node()
+        goes_on()
+        assert one(cluster, "train")["Restarts"] == "1"
 
-    wait_for(lambda: log.exists() and "in the queue again" in log.read_text())
-    goes_on()
-    assert one(cluster, "train")["Restarts"] == "2"
+        wait_for(lambda: log.exists() and "in the queue again" in log.read_text())
+        goes_on()
+        assert one(cluster, "train")["Restarts"] == "2"
 
-    urgent = cluster.output("sbatch", "--parsable", "--partition=urgent", "--gpus=2", "--wrap", "sleep 1")
-    wait_for(lambda: one(cluster, "train")["Restarts"] == "3")
-    goes_on()
-    assert next(job for job in jobs(cluster) if job["JobId"] == urgent)["JobState"] == "COMPLETED"
+        urgent = cluster.output("sbatch", "--parsable", "--partition=urgent", "--gpus=2", "--wrap", "sleep 1")
+        wait_for(lambda: one(cluster, "train")["Restarts"] == "3")
+        goes_on()
+        assert next(job for job in jobs(cluster) if job["JobId"] == urgent)["JobState"] == "COMPLETED"
 
-    assert "stopped: train" in made.control("stop")
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode
-    assert "stopped at step" in output
-    assert not cluster.output("squeue", "--noheader")
+        assert "stopped: train" in made.control("stop")
+        wait_for(lambda: not cluster.output("squeue", "--noheader"))
+        assert one(cluster, "train")["JobState"] == "FAILED"  # and stays so
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert "stopped at step" in (made.run / "logs" / "train.log").read_text(), output
 
     made.write(train={"steps": int(step(made) * 1.25)})
     made.snakemake()

@@ -255,7 +255,7 @@ def test_llada_image_runs_from_prompts_to_its_two_files_also_when_it_is_killed(t
 
 def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     made = project(tmp_path / "p", models, steps=100000)
-    process = made.start()
+    process = made.start("--retries", "1")
     deadline = time.monotonic() + 300
     while not (made.run / "checkpoints" / "state.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -269,9 +269,24 @@ def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     output, _ = process.communicate(timeout=120)
     assert "stopped: train" in stopped
     assert "stopped at step" in output
+    assert "Trying to restart" in output  # which is for faults: that one stopped, too
     assert not (made.folder / GGUF).exists()
     assert "nothing runs" in made.control("stop")
     step = checkpoints.read_meta(made.run / "checkpoints" / "state.safetensors")["step"]
     made.write(train={"steps": step})
     assert f"resuming at step {step} of {step}" in made.snakemake()
     assert (made.folder / GGUF).exists()
+
+
+def test_two_runs_in_one_checkout_at_once_do_not_disturb_each_other(finished, undisturbed):
+    finished.write(train={"steps": 100000})
+    training = finished.start()
+    other = copy.deepcopy(undisturbed.settings) | {"run": "other", "export": {"name": "other_adapter"}}
+    made = Project(finished.folder, other, settings_file="other.yaml")
+    made.snakemake()
+    assert adapter(made, made.folder / "runs" / "other_adapter-f16.gguf") == adapter(undisturbed)
+    made.control("stop")
+    assert training.poll() is None
+    assert "train" in finished.control("stop")
+    output, _ = training.communicate(timeout=120)
+    assert "stopped at step" in output

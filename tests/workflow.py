@@ -45,6 +45,7 @@ class Project:
     settings: dict[str, Any] = field(default_factory=dict)
     pack: str = "pixart"
     options: tuple[str, ...] = ("--cores", "2")
+    settings_file: str = "pack.yaml"
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,13 +60,13 @@ class Project:
         """Change groups of settings and write the settings file."""
         for group, values in groups.items():
             self.settings.setdefault(group, {}).update(values)
-        (self.folder / "pack.yaml").write_text(yaml.safe_dump(self.settings))
+        (self.folder / self.settings_file).write_text(yaml.safe_dump(self.settings))
 
     def command(self, *arguments: str) -> list[str]:
         """The snakemake command line."""
         return [
             *(sys.executable, "-m", "snakemake", "--snakefile", str(CHECKOUT / "Snakefile")),
-            *("--profile", str(CHECKOUT / "packs" / self.pack), "--configfile", str(self.folder / "pack.yaml")),
+            *("--profile", str(CHECKOUT / "packs" / self.pack), "--configfile", str(self.folder / self.settings_file)),
             *self.options,
             *arguments,
         ]

@@ -37,7 +37,7 @@ def only_one(run: Path | str, name: str) -> Iterator[None]:
     place.mkdir(parents=True, exist_ok=True)
     lock, owner = FileLock(place / f"{name}.lock"), place / f"{name}.json"
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=1)  # whoever looks for running jobs has it for a moment
     except Timeout:
         raise TrainerError(
             f"{name} of {run} is already running ({_who(owner)}); wait for it, or stop it with "
