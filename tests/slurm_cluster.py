@@ -59,7 +59,7 @@ JobAcctGatherType=jobacct_gather/none
 GresTypes=gpu
 # More CPUs and memory than the machine has: the jobs are tiny, and ask for what those of real packs need.
 NodeName={host} NodeAddr=127.0.0.1 CPUs=64 RealMemory=200000 Gres=gpu:2 State=UNKNOWN
-PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE PriorityTier=1 {main}
+PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE PriorityTier=1
 PartitionName=urgent Nodes={host} MaxTime=INFINITE PriorityTier=10
 """
 
@@ -68,9 +68,8 @@ def impossible() -> str | None:
     """Why there can be no SLURM here; None if there can."""
     if os.geteuid() != 0:
         return "bringing up SLURM needs root"
-    file = CONFIGURATION / "slurm.conf"
-    if file.exists() and "gguf-trainer's tests" not in file.read_text():
-        return f"this machine has a SLURM of its own ({file})"
+    if _foreign():
+        return f"this machine has a SLURM of its own ({CONFIGURATION})"
     if not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
         if not shutil.which("apt-get"):
             return "SLURM is not installed, and there is no apt-get to install it with"
@@ -82,15 +81,15 @@ def impossible() -> str | None:
     return None
 
 
-def up(main: str = "") -> None:
-    """Start it afresh; `main` are more options of the partition that jobs go to."""
+def up() -> None:
+    """Start it afresh."""
     down()
     shutil.rmtree(FOLDER, ignore_errors=True)
     for name in ("slurmctld", "slurmd"):
         (FOLDER / name).mkdir(parents=True)
     CONFIGURATION.mkdir(exist_ok=True)
     host = socket.gethostname().split(".")[0]
-    text = SLURM_CONF.format(host=host, folder=FOLDER, silence=SILENCE, main=main)
+    text = SLURM_CONF.format(host=host, folder=FOLDER, silence=SILENCE)
     (CONFIGURATION / "slurm.conf").write_text(text)
     for number in range(2):
         os.mknod(FOLDER / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))  # the same device as /dev/null
@@ -128,11 +127,20 @@ def down() -> None:
         if file.exists() and _command(int(file.read_text())).startswith(name):
             _kill_tree(int(file.read_text()))
     _kill_tree(*_stepds())
+    if not _foreign():
+        for name in ("slurm.conf", "gres.conf"):  # without a controller, every SLURM command would wait for one
+            (CONFIGURATION / name).unlink(missing_ok=True)
 
 
 def output(*command: str) -> str:
     """What a SLURM command prints."""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _foreign() -> bool:
+    """Whether there is a configuration that is not ours."""
+    file = CONFIGURATION / "slurm.conf"
+    return file.exists() and "gguf-trainer's tests" not in file.read_text()
 
 
 def _start(*command: str) -> None:
