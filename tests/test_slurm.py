@@ -94,7 +94,9 @@ def test_a_run_outlives_its_node_its_time_limit_and_preemption_and_ends_in_the_b
         goes_on()
         assert one(cluster, "train")["Restarts"] == "2"
 
-        urgent = cluster.output("sbatch", "--parsable", "--partition=urgent", "--gpus=2", "--wrap", "sleep 1")
+        urgent = cluster.output(
+            "sbatch", "--parsable", "--partition=urgent", "--gpus=2", "--output=/dev/null", "--wrap", "sleep 1"
+        )
         wait_for(lambda: one(cluster, "train")["Restarts"] == "3")
         goes_on()
         assert next(job for job in jobs(cluster) if job["JobId"] == urgent)["JobState"] == "COMPLETED"
