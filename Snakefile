@@ -14,7 +14,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 # The package that rules and scripts share; jobs of a rule find it by themselves.
 sys.path.insert(0, f"{workflow.basedir}/scripts")
 
-from trainer import commands, config as settings_of, corpus_files, materials
+from trainer import commands, config as settings_of, control, corpus_files, materials
 from trainer.errors import TrainerError
 
 try:
@@ -39,6 +39,10 @@ localrules:
     materials,
     precompute,
     report,
+
+
+onstart:
+    control.clear_stop(RUN)
 
 
 include: "rules/materials.smk"
