@@ -5,6 +5,7 @@ import os
 import pytest
 import tiny_models
 import torch
+from workflow import end_all
 
 # Tests run beside each other and start processes of their own: more threads would only get in each other's way.
 torch.set_num_threads(1)
@@ -23,3 +24,9 @@ def models(tmp_path_factory):
         "tokenizer": str(tokenizer),
         "student": str(folder / "pig_clip-f16.gguf"),
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_goes_on():
+    yield
+    end_all()

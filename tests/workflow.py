@@ -37,6 +37,17 @@ def prompts(count: int, start: int = 0) -> list[str]:
     ]
 
 
+_started: list[subprocess.Popen] = []
+
+
+def end_all() -> None:
+    """Kill what tests have started and, failing, not ended: it would train on for hours."""
+    for process in _started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    _started.clear()
+
+
 @dataclass
 class Project:
     """A folder with settings, prompts and models, in which workflows run."""
@@ -73,7 +84,7 @@ class Project:
 
     def start(self, *arguments: str) -> subprocess.Popen:
         """Start a workflow in a process group of its own."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*arguments),
             cwd=self.folder,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "GGUF_TRAINER_MATERIALS": ""},
@@ -82,6 +93,8 @@ class Project:
             text=True,
             start_new_session=True,
         )
+        _started.append(process)
+        return process
 
     def snakemake(self, *arguments: str, fails: bool = False) -> str:
         """Run a workflow to its end; gives what it printed."""
