@@ -21,7 +21,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None) -> Tensor:
         """X [B, Q, W], source [B, L, W], mask [B, 1, 1, L] True where a source row is real -> [B, Q, W]."""
         q, k, v = _heads(self.q(x)), _heads(self.k(source)), _heads(self.v(source))
-        return self.o(_rows(scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+        return self.o(_rows(_attention(q, k, v, mask)))
 
     def within(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """Rows [T, W] of samples that stand one after another, each seeing those of its own sample -> [T, W].
@@ -29,8 +29,18 @@ class Attention(nn.Module):
         One sample after another: nothing is padded, and without a mask the fastest kernels are chosen.
         """
         q, k, v = (_heads(part(x)[None]).split(list(lengths), dim=2) for part in (self.q, self.k, self.v))
-        samples = [scaled_dot_product_attention(*sample) for sample in zip(q, k, v, strict=True)]
+        samples = [_attention(*sample) for sample in zip(q, k, v, strict=True)]
         return self.o(_rows(torch.cat(samples, dim=2))[0])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[B, H, Q, 64] for [B, H, Q, 64] and twice [B, H, L, 64]."""
+    if q.device.type == "cpu" and q.requires_grad:
+        # On a CPU, the backward pass of torch's fused kernel takes several times as long as that of plain products.
+        scores = (q * HEAD_DIM**-0.5) @ k.mT
+        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _heads(rows: Tensor) -> Tensor:
