@@ -161,9 +161,10 @@ class Loader:
         missing = self._size
         for samples, order in self._windows(position):
             while len(order) >= missing:
-                yield self._share([*pieces, (samples, order[:missing])])
-                order = order[missing:]
-                pieces, missing = [], self._size
+                batch = self._share([*pieces, (samples, order[:missing])])
+                # Before training has taken the batch, so that the window before this one is not held until then.
+                pieces, order, missing = [], order[missing:], self._size
+                yield batch
             if len(order):
                 pieces.append((samples, order))
                 missing -= len(order)
