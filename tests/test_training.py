@@ -12,6 +12,7 @@ import tiny_runs
 import torch
 from safetensors.torch import load_file
 from trainer import checkpoints, config, control, devices, recipe, scoring, training
+from trainer.adapters import layers
 from trainer.config import Train
 from trainer.errors import TrainerError
 from trainer.files import read_json
@@ -321,6 +322,26 @@ def test_compiled_blocks_give_the_same_gradients_and_resume_to_the_byte(tmp_path
         go(broken, again, stop_at=7)
     go(broken, again)
     assert_same(weights(settings), weights(broken))
+
+
+def test_validation_compiles_nothing_so_that_its_figures_are_those_of_evaluation(tmp_path, monkeypatch):
+    settings = tiny_runs.settings(tmp_path, compile=True)
+    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
+    monkeypatch.setattr(layers, "_compiled", None)
+    assert trainer.validate()["cos"]
+
+
+def test_training_ends_at_the_next_step_when_nothing_can_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise TrainerError("the disk is full")
+
+    settings = tiny_runs.settings(tmp_path, steps=100000, val_every=100000, save_every=40, log_every=100000)
+    inputs = tiny_runs.make(settings)
+    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    monkeypatch.setattr(checkpoints, "save", full)
+    with pytest.raises(TrainerError, match="the disk is full"):
+        trainer.run(Asked(inputs.run))
+    assert 40 <= trainer.step < 80
 
 
 def test_without_a_compiler_training_goes_on_and_says_so(tmp_path, monkeypatch, caplog):

@@ -47,7 +47,7 @@ class Stack(nn.Module):
     """What adapters of all kinds have in common: blocks, one after another.
 
     recompute: forget what blocks have inside, and compute it again in the backward pass: less memory, more time.
-    compiled: have torch make kernels for the blocks.
+    compiled: have torch make kernels for the blocks, for training.
     """
 
     blocks: nn.ModuleList
@@ -57,7 +57,7 @@ class Stack(nn.Module):
     def through(self, x: Tensor, *more: Any) -> Tensor:
         """X through all blocks, which are given `more` as well."""
         for block in self.blocks:
-            run = _compiled if self.compiled else _plain
+            run = _compiled if self.compiled and self.training else _plain
             x = checkpoint(run, block, x, *more, use_reentrant=False) if self.recompute else run(block, x, *more)
         return x
 
