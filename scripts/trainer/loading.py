@@ -90,10 +90,9 @@ class Order:
 class Loader:
     """Batches of the stream from a position on, made by a thread ahead of training.
 
-    Where several processes train together, each has its share of every batch.
+    Where several processes train together, each reads everything and has its share of every batch.
 
     waited: seconds that training has waited for batches.
-    bytes_read: bytes of rows read from the files.
     """
 
     def __init__(
