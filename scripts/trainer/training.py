@@ -69,7 +69,7 @@ class Trainer:
         # Before CUDA starts: without it, matrix products on a GPU differ from run to run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Else every new tensor is filled, lest what was not written is read; that is never done, and filling takes time.
+        # Else every new tensor is filled first, lest what was not written is read: that is never done, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.set_float32_matmul_precision("high")
         self.settings, self.options, self.inputs, self.plan = settings, settings.train, inputs, plan
