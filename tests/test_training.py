@@ -1,6 +1,7 @@
 """Training: resumes to the byte, follows the plan, stops, keeps the best."""
 
 import csv
+import math
 import os
 import shutil
 import signal
@@ -342,6 +343,29 @@ def test_training_ends_at_the_next_step_when_nothing_can_be_written(tmp_path, mo
     with pytest.raises(TrainerError, match="the disk is full"):
         trainer.run(Asked(inputs.run))
     assert 40 <= trainer.step < 80
+
+
+def test_a_gradient_that_is_not_finite_ends_training_and_nothing_of_it_is_written(tmp_path, monkeypatch):
+    settings = tiny_runs.settings(tmp_path, save_every=4, keep_every=3, val_every=4, log_every=100)
+    inputs = tiny_runs.make(settings)
+    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    score = scoring.loss
+
+    def spoilt(*args):
+        found = score(*args)
+        return replace(found, objective=found.objective * (math.nan if trainer.step == 12 else 1))
+
+    monkeypatch.setattr(scoring, "loss", spoilt)
+    with pytest.raises(TrainerError, match="not finite"):
+        trainer.run(Asked(inputs.run))
+    trainer.writer.wait()
+    assert trainer.step == 15  # the first that would be written
+    written = {file.stem: checkpoints.load(file) for file in trainer.folder.iterdir()}
+    assert {name: meta["step"] for name, (_, meta) in written.items()} == {
+        **{"state": 12, "best": written["best"][1]["step"]},
+        **{f"step-{step:07d}": step for step in (3, 6, 9, 12)},
+    }
+    assert all(tensor.isfinite().all() for tensors, _ in written.values() for tensor in tensors.values())
 
 
 def test_without_a_compiler_training_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
