@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -366,6 +368,12 @@ def test_a_gradient_that_is_not_finite_ends_training_and_nothing_of_it_is_writte
         **{f"step-{step:07d}": step for step in (3, 6, 9, 12)},
     }
     assert all(tensor.isfinite().all() for tensors, _ in written.values() for tensor in tensors.values())
+
+
+def test_jobs_that_compile_nothing_do_not_wait_for_the_compiler_to_load():
+    code = "import sys; from trainer import evaluation, snapshots; assert 'torch._dynamo' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(Path(training.__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_without_a_compiler_training_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
