@@ -159,6 +159,20 @@ save, safetensors.torch.save_file = safetensors.torch.save_file, full
 """
 
 
+def test_gradients_are_sent_in_their_own_type(tmp_path, monkeypatch):
+    settings, inputs = made(tmp_path, processes=1)
+    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    sent = []
+    monkeypatch.setattr(processes, "reduce", lambda tensor, how: sent.append(tensor) or 2 * tensor)
+    trainer.together.size = 2
+    loader = trainer.loader()
+    trainer._step(*next(loader))
+    loader.close()
+    large = [tensor for tensor in sent if tensor.numel() > 3]
+    assert sum(tensor.numel() for tensor in large) == sum(it.numel() for it in trainer.adapter.parameters())
+    assert {tensor.dtype for tensor in large} == {torch.float32}
+
+
 def test_when_the_leader_fails_its_reason_is_the_last_word(tmp_path):
     settings, inputs = made(tmp_path, steps=100000)
     (tmp_path / "sitecustomize.py").write_text(FULL)

@@ -52,7 +52,7 @@ class Together:
         return self.rank == 0
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Make each tensor the sum of all processes' own."""
+        """Make each tensor the sum of all processes' own; they are sent as one, and so have one type."""
         if self.size > 1:
             own = torch.cat([tensor.flatten() for tensor in tensors])
             with _neighbours():
@@ -122,9 +122,9 @@ def launch(count: int, task: dict[str, Any], threads: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     try:
-        for rank in range(count):
+        for number in range(count):
             own = os.environ | {name: str(value) for name, value in shared.items()}
-            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"RANK": str(number), "LOCAL_RANK": str(number)}
             command = [sys.executable, "-m", "trainer.train_process"]
             # A session of its own: Ctrl-C, which a terminal sends to all, must come to the leader alone.
             process = subprocess.Popen(command, env=own, stdin=subprocess.PIPE, text=True, start_new_session=True)

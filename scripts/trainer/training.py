@@ -373,7 +373,8 @@ class Trainer:
                 reason = str(error).strip().partition("\n")[0]
                 log.warning("train.compile: kernels cannot be made here (%s); going on without", reason)
         parameters = list(self.adapter.parameters())
-        self.together.add_up([*(parameter.grad for parameter in parameters), sums])
+        self.together.add_up([parameter.grad for parameter in parameters])
+        self.together.add_up([sums])  # of f64: with them, the gradients would be sent as such
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.options.grad_clip or math.inf)
         # Looked at later: to wait for it here would leave a GPU idle at every step.
         self.finite &= torch.isfinite(norm)
