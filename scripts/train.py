@@ -17,5 +17,5 @@ if settings.train.processes == 1:
     train_process.run(task)
 else:
     with job(snakemake.log[0]):
-        processes.check(settings.train.processes, settings.train.device)
+        processes.check(settings.train)
         processes.launch(settings.train.processes, task, snakemake.threads)

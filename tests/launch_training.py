@@ -3,10 +3,11 @@
 import json
 import sys
 
-from trainer import processes
+from trainer import config, processes
 from trainer.job import job
 
-count, task = json.load(sys.stdin)
+task = json.load(sys.stdin)
+options = config.load(task["settings"]).train
 with job(task["log"]):
-    processes.check(count, task["settings"]["train"]["device"])
-    processes.launch(count, task, threads=2)
+    processes.check(options)
+    processes.launch(options.processes, task, threads=2)

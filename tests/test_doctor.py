@@ -185,10 +185,16 @@ def test_training_that_does_not_fit_is_told_and_one_that_fits_in_parts_noted(tmp
         monkeypatch.setattr(devices, "_free_ram", lambda: int(gigabytes * 1e9 / 0.9))
         return next(check for check in found(settings()) if check.text.startswith("training on"))
 
-    assert training(6).level == "ok"
-    assert training(5).level == "note"
-    assert "train.batch_tokens" in training(5).text
-    assert training(3).level == "PROBLEM"
+    assert training(7).level == "ok"
+    assert training(6).level == "note"
+    assert "train.batch_tokens" in training(6).text
+    assert training(4).level == "PROBLEM"
+    assert "train.shuffle_mb" in training(4).text  # on a CPU, weights and rows share the memory
+
+
+def test_more_processes_than_can_train_are_a_problem(free):
+    told = problems(settings(train={"processes": 33, "device": "cpu"}))
+    assert any("each needs a prompt of every batch" in text for text in told)
 
 
 def test_the_hub_is_asked_only_for_what_has_to_be_downloaded(tmp_path, models, free, monkeypatch):

@@ -45,3 +45,12 @@ def test_a_sample_is_its_rows_in_bf16():
 def test_the_shards_of_qwen_image_are_no_larger_than_published_ones():
     settings = script.of_pack("qwen_image")
     assert sample_bytes(settings) * (settings.samples("train") + settings.samples("val")) < 170e9
+
+
+def test_the_rows_that_training_mixes_are_two_windows_of_each_process_or_all_there_are():
+    settings = script.of_pack("pixart")
+    machine = Machine("any", 1, 1)
+    assert estimate(settings, machine).shuffled == pytest.approx(2 * 0.512)
+    settings.train.processes = 4
+    assert estimate(settings, machine).shuffled == pytest.approx(4 * 2 * 0.512)
+    assert estimate(settings, machine, samples=10).shuffled == pytest.approx(4 * 10 * sample_bytes(settings) / 1e9)

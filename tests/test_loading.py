@@ -1,5 +1,8 @@
 """Loading: the order of samples is fixed, every byte is read once an epoch, processes share every batch."""
 
+import time
+import weakref
+
 import pytest
 import tiny_runs
 import torch
@@ -7,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer import packs, shards
 from trainer.loading import Chunk, Loader, Order, chunks_of
+from trainer.samples import Samples
 
 
 @pytest.fixture
@@ -110,6 +114,26 @@ def test_every_byte_is_read_once_an_epoch(opened):
 def test_a_corpus_of_one_window_is_read_once(opened):
     _, loader = load(opened, 27, size=7, window=10**9)
     assert loader.bytes_read == sum(chunk.bytes for chunk in chunks_of(opened))
+
+
+def test_two_windows_are_in_memory_at_most(opened, monkeypatch):
+    held, most = [], 0
+    read = Samples.read
+
+    def counted(chunks):
+        samples = read(chunks)
+        held.append(weakref.ref(samples.rows["student"]))
+        return samples
+
+    monkeypatch.setattr(Samples, "read", counted)
+    loader = Loader(opened, tiny_runs.QUERIES, seed=1, window=9000, position=0, size=8, pin=False)
+    for _ in range(30):
+        time.sleep(0.02)  # it reads and makes all that it does ahead
+        most = max(most, sum(it() is not None for it in held))
+        next(loader)
+    loader.close()
+    assert len(held) > 10
+    assert most == 2
 
 
 @pytest.mark.parametrize("pack", tiny_runs.PACKS)

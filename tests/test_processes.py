@@ -1,20 +1,25 @@
 """Several processes that train together (on a CPU, over gloo): the same result, stopped and resumed, or failing."""
 
 import csv
+import functools
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import tiny_runs
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
-from trainer import checkpoints, processes, train_process, training
+from trainer import checkpoints, processes, status, train_process, training
+from trainer.config import Train
 from trainer.errors import TrainerError
 
 TESTS = Path(__file__).parent
@@ -30,8 +35,10 @@ def task(settings, inputs):
     }
 
 
-def start(settings, inputs, count=2):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "scripts"), str(TESTS)])}
+def start(settings, inputs, *places, **more):
+    """Start training as the rule does, with more places to import from and more in the environment."""
+    places = [TESTS.parent / "scripts", TESTS, *places]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))} | more
     process = subprocess.Popen(
         [sys.executable, str(TESTS / "launch_training.py")],
         env=environment,
@@ -39,7 +46,7 @@ def start(settings, inputs, count=2):
         stderr=subprocess.PIPE,
         text=True,
     )
-    process.stdin.write(json.dumps([count, task(settings, inputs)]))
+    process.stdin.write(json.dumps(task(settings, inputs)))
     process.stdin.close()
     return process
 
@@ -65,9 +72,17 @@ def tensors(inputs, name="state"):
 
 def made(folder, **train):
     settings = tiny_runs.settings(
-        folder, **({"steps": 300, "save_every": 50, "val_every": 100, "device": "cpu"} | train)
+        folder, **({"steps": 300, "save_every": 50, "val_every": 100, "device": "cpu", "processes": 2} | train)
     )
     return settings, tiny_runs.make(settings)
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +94,10 @@ def undisturbed(tmp_path_factory):
     return inputs
 
 
-def test_two_processes_train_as_one_does(undisturbed, tmp_path):
-    settings, inputs = made(tmp_path)
+def test_two_processes_train_as_one_does(undisturbed, tmp_path, monkeypatch):
+    settings, inputs = made(tmp_path, processes=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as some machines set for programs of their own
+    monkeypatch.setenv("RANK", "1")
     train_process.run(task(settings, inputs))
     alone, together = (list(csv.DictReader((it.run / "metrics.csv").open())) for it in (inputs, undisturbed))
     assert [row["step"] for row in alone] == [row["step"] for row in together]
@@ -99,6 +116,7 @@ def test_two_processes_stopped_and_resumed_end_in_the_same_bytes(undisturbed, tm
     status, said = ended(process)
     assert (status, "as asked; the same command resumes there" in said) == (1, True)
     assert "Traceback" not in said
+    assert (inputs.run / "logs" / "train.log").read_text().count("as asked") == 1
     assert 25 <= checkpoints.read_meta(inputs.run / "checkpoints" / "state.safetensors")["step"] < 300
     assert ended(start(settings, inputs))[0] == 0
     one, other = tensors(undisturbed), tensors(inputs)
@@ -128,13 +146,90 @@ def test_a_process_that_is_killed_ends_the_training_in_words(tmp_path):
     assert "Traceback" not in said
 
 
+# What Python runs first in every process.
+FULL = """
+import errno, safetensors.torch
+
+def full(tensors, *more, **options):
+    if any(name.startswith("exp_avg") for name in tensors):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    save(tensors, *more, **options)
+
+save, safetensors.torch.save_file = safetensors.torch.save_file, full
+"""
+
+
+def test_gradients_are_sent_in_their_own_type(tmp_path, monkeypatch):
+    settings, inputs = made(tmp_path, processes=1)
+    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    sent = []
+    monkeypatch.setattr(processes, "reduce", lambda tensor, how: sent.append(tensor) or 2 * tensor)
+    trainer.together.size = 2
+    loader = trainer.loader()
+    trainer._step(*next(loader))
+    loader.close()
+    large = [tensor for tensor in sent if tensor.numel() > 3]
+    assert sum(tensor.numel() for tensor in large) == sum(it.numel() for it in trainer.adapter.parameters())
+    assert {tensor.dtype for tensor in large} == {torch.float32}
+
+
+def test_when_the_leader_fails_its_reason_is_the_last_word(tmp_path):
+    settings, inputs = made(tmp_path, steps=100000)
+    (tmp_path / "sitecustomize.py").write_text(FULL)
+    code, words = ended(start(settings, inputs, tmp_path))
+    assert (code, "Traceback" not in words) == (1, True)
+    (problem,) = status.read(inputs.run)["problems"]
+    assert "state.safetensors was not written" in problem["message"]
+
+
 @pytest.mark.parametrize(
-    ("device", "count", "words"),
-    [("cuda:1", 2, "train.device 'cuda:1' is one device"), ("auto", 3, "2 GPUs are here"), ("auto", 2, "")],
+    ("code", "error"),
+    [
+        ("if os.environ['RANK'] == '1': sys.exit('no library')", SystemExit),  # the other is ended, and not blamed
+        ("os._exit(3)", TrainerError),
+    ],
 )
-def test_more_processes_than_devices_are_refused_before_anything_starts(monkeypatch, device, count, words):
+def test_processes_that_cannot_start_are_told_from_those_that_cannot_meet(tmp_path, monkeypatch, code, error):
+    settings, inputs = made(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(f"import os, sys\n{code}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "_end", functools.partial(processes._end, patience=0.1))
+    with pytest.raises(error, match="cannot reach each other" if error is TrainerError else "1"):
+        processes.launch(2, task(settings, inputs), threads=2)
+
+
+def test_a_process_that_finds_its_port_taken_says_so_without_a_traceback(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        here = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        for name, value in (here | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(SystemExit, match="3"):
+            processes.Together("cpu", 2)
+    PartialState._reset_state()
+    assert str(port) in capsys.readouterr().err
+
+
+def test_a_stop_before_training_began_is_told_as_one(tmp_path, monkeypatch):
+    settings, inputs = made(tmp_path)
+    monkeypatch.setattr(processes, "_end", functools.partial(processes._end, patience=0.1))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()  # torch is not even loaded
+    with pytest.raises(TrainerError, match=r"^stopped before"):
+        processes.launch(2, task(settings, inputs), threads=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "cuda:1", "processes": 2}, "train.device 'cuda:1' is one device"),
+        ({"processes": 3}, "2 GPUs are here"),
+        ({"processes": 9, "batch_size": 8, "device": "cpu"}, "each needs a prompt of every batch"),
+        ({"processes": 2}, ""),
+    ],
+)
+def test_more_processes_than_devices_or_prompts_are_refused_before_anything_starts(monkeypatch, options, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if not words:
-        return processes.check(count, device)
+        return processes.check(Train(**options))
     with pytest.raises(TrainerError, match=words):
-        processes.check(count, device)
+        processes.check(Train(**options))

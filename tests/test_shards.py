@@ -147,6 +147,15 @@ def test_damage_within_a_chunk_is_found_when_it_is_read(tmp_path, monkeypatch):
     assert not path.exists()
 
 
+def test_a_shard_that_is_gone_when_it_is_read_is_told_as_missing(tmp_path):
+    path = tmp_path / "0000-00.safetensors"
+    tiny_runs.write_shard(path, tiny_runs.rows(4, 1))
+    shard = shards.Shard(path)
+    path.unlink()
+    with pytest.raises(TrainerError, match=r"0000-00\.safetensors is missing"):
+        Samples.read([(shard, 0)])
+
+
 def test_where_rows_are_stored_in_bytes_the_chunks_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 2000)
     found = []

@@ -1,9 +1,12 @@
 """Training: resumes to the byte, follows the plan, stops, keeps the best."""
 
 import csv
+import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import tiny_runs
 import torch
 from safetensors.torch import load_file
 from trainer import checkpoints, config, control, devices, recipe, scoring, training
+from trainer.adapters import layers
 from trainer.config import Train
 from trainer.errors import TrainerError
 from trainer.files import read_json
@@ -321,6 +325,55 @@ def test_compiled_blocks_give_the_same_gradients_and_resume_to_the_byte(tmp_path
         go(broken, again, stop_at=7)
     go(broken, again)
     assert_same(weights(settings), weights(broken))
+
+
+def test_validation_compiles_nothing_so_that_its_figures_are_those_of_evaluation(tmp_path, monkeypatch):
+    settings = tiny_runs.settings(tmp_path, compile=True)
+    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
+    monkeypatch.setattr(layers, "_compiled", None)
+    assert trainer.validate()["cos"]
+
+
+def test_training_ends_at_the_next_step_when_nothing_can_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise TrainerError("the disk is full")
+
+    settings = tiny_runs.settings(tmp_path, steps=100000, val_every=100000, save_every=40, log_every=100000)
+    inputs = tiny_runs.make(settings)
+    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    monkeypatch.setattr(checkpoints, "save", full)
+    with pytest.raises(TrainerError, match="the disk is full"):
+        trainer.run(Asked(inputs.run))
+    assert 40 <= trainer.step < 80
+
+
+def test_a_gradient_that_is_not_finite_ends_training_and_nothing_of_it_is_written(tmp_path, monkeypatch):
+    settings = tiny_runs.settings(tmp_path, save_every=4, keep_every=3, val_every=4, log_every=100)
+    inputs = tiny_runs.make(settings)
+    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    score = scoring.loss
+
+    def spoilt(*args):
+        found = score(*args)
+        return replace(found, objective=found.objective * (math.nan if trainer.step == 12 else 1))
+
+    monkeypatch.setattr(scoring, "loss", spoilt)
+    with pytest.raises(TrainerError, match="not finite"):
+        trainer.run(Asked(inputs.run))
+    trainer.writer.wait()
+    assert trainer.step == 15  # the first that would be written
+    written = {file.stem: checkpoints.load(file) for file in trainer.folder.iterdir()}
+    assert {name: meta["step"] for name, (_, meta) in written.items()} == {
+        **{"state": 12, "best": written["best"][1]["step"]},
+        **{f"step-{step:07d}": step for step in (3, 6, 9, 12)},
+    }
+    assert all(tensor.isfinite().all() for tensors, _ in written.values() for tensor in tensors.values())
+
+
+def test_jobs_that_compile_nothing_do_not_wait_for_the_compiler_to_load():
+    code = "import sys; from trainer import evaluation, snapshots; assert 'torch._dynamo' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(Path(training.__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_without_a_compiler_training_goes_on_and_says_so(tmp_path, monkeypatch, caplog):

@@ -54,7 +54,7 @@ class Batch:
     def padded(self) -> tuple[Tensor, Tensor]:
         """Student rows [B, L, student_dim] and where they are real [B, L]; other rows mean nothing."""
         device = self.student.device
-        lengths = torch.tensor(self.lengths, device=device)[:, None]
+        lengths = torch.tensor(self.lengths).to(device, non_blocking=True)[:, None]
         place = torch.arange(max(self.lengths), device=device)
         first = lengths.cumsum(0) - lengths
         return self.student[first + place.minimum(lengths - 1)], place < lengths

@@ -61,13 +61,22 @@ class Writer:
         self._pending: Future | None = None
 
     def submit(self, write: Callable[..., Any], *values: Any) -> None:
-        """Call `write` soon; waits for the thing before, so that at most one is in memory besides.
+        """Call `write` soon; waits for the thing before, so that no more than its values and these are in memory.
 
         Raises:
             TrainerError: the thing before failed.
         """
         self.wait()
         self._pending = self._thread.submit(write, *values)
+
+    def look(self) -> None:
+        """Without waiting.
+
+        Raises:
+            TrainerError: the thing before failed.
+        """
+        if self._pending and self._pending.done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until all is written.

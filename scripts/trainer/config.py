@@ -231,7 +231,7 @@ class Train(Group):
     grad_clip: float = fixed(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
     cos_weight: float = fixed(0.5, "weight of 1 - cosine beside the standardized squared error", ge=0)
     sigma_floor: float = fixed(0.03, "smallest standard deviation a target dimension is divided by", gt=0)
-    shuffle_mb: int = fixed(512, "MB of rows that are mixed with each other; memory holds twice as much", ge=1)
+    shuffle_mb: int = fixed(512, "MB of rows that are mixed with each other; every process holds twice as much", ge=1)
     device: str = live("auto", "as precompute.device")
     log_every: int = live(25, "steps between lines of the log and looks at your files", ge=1)
     val_every: int = fixed(500, "steps between validations; the best of them is exported", ge=1)

@@ -30,6 +30,7 @@ from trainer import (
     materials,
     packs,
     probe,
+    processes,
     prompt_sources,
     status,
     students,
@@ -125,6 +126,8 @@ class _Doctor:
         memory = psutil.virtual_memory()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         yield _ok(f"{cores} CPU cores, {_gb(memory.available)} of {_gb(memory.total)} main memory free")
+        if self.settings.train.processes > 1:
+            processes.check(self.settings.train)
 
     # -- models and prompts -------------------------------------------------------------------------------------------
 
@@ -220,11 +223,13 @@ class _Doctor:
 
     def _training_memory(self, device: torch.device, budget: devices.Budget) -> Check:
         needed = estimate(self.settings, _ANY)
-        title = f"training on {device}: {_gb(needed.training * GB)} of {_gb(budget.device)} memory"
-        if needed.weights * GB > budget.device:
-            least = f"weights and optimizer alone take {_gb(needed.weights * GB)}"
-            return _problem(f"{title}, and {least}; free memory, set train.device, or lower adapter.width or depth")
-        if needed.training * GB > budget.device:
+        rows = needed.shuffled if device.type == "cpu" else 0.0
+        title = f"training on {device}: {_gb((needed.training + rows) * GB)} of {_gb(budget.device)} memory"
+        if (needed.weights + rows) * GB > budget.device:
+            least = f"weights, optimizer and the rows that are mixed take {_gb((needed.weights + rows) * GB)}"
+            change = "lower train.shuffle_mb, adapter.width or depth" if rows else "lower adapter.width or depth"
+            return _problem(f"{title}, and {least}; free memory, set train.device, or {change}")
+        if (needed.training + rows) * GB > budget.device:
             return _note(f"{title}: batches are computed in parts; train.batch_tokens sets their size")
         return _ok(title)
 

@@ -36,6 +36,7 @@ class Estimate:
     streamed: memory of the device for precompute at least, the teacher streamed through it.
     resident: the same with all of the teacher in it.
     weights: of `training`, what no smaller batch makes less.
+    shuffled: main memory that the rows of training take, which are mixed there.
     samples: how many are computed.
     stages: disk by stage, once the run is finished.
     disk: at most, which is while training writes a state beside the one before.
@@ -45,6 +46,7 @@ class Estimate:
     resident: float
     training: float
     weights: float
+    shuffled: float
     samples: float
     stages: dict[str, float]
     disk: float
@@ -109,6 +111,8 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
         resident=_PYTHON_GB + teacher / 0.75,
         training=weights + activations / GB,
         weights=weights,
+        # A window, and the next one, which is read meanwhile.
+        shuffled=train.processes * min(2 * train.shuffle_mb * 1e6, prompts * size) / GB,
         samples=prompts,
         stages=stages,
         # The weights to export and the file come when the last state is written.

@@ -90,10 +90,9 @@ class Order:
 class Loader:
     """Batches of the stream from a position on, made by a thread ahead of training.
 
-    Where several processes train together, each has its share of every batch.
+    Where several processes train together, each reads everything and has its share of every batch.
 
     waited: seconds that training has waited for batches.
-    bytes_read: bytes of rows read from the files.
     """
 
     def __init__(
@@ -161,9 +160,10 @@ class Loader:
         missing = self._size
         for samples, order in self._windows(position):
             while len(order) >= missing:
-                yield self._share([*pieces, (samples, order[:missing])])
-                order = order[missing:]
-                pieces, missing = [], self._size
+                batch = self._share([*pieces, (samples, order[:missing])])
+                # Before training has taken the batch, so that the window before this one is not held until then.
+                pieces, order, missing = [], order[missing:], self._size
+                yield batch
             if len(order):
                 pieces.append((samples, order))
                 missing -= len(order)

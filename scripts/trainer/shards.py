@@ -27,6 +27,7 @@ of each and a checksum of their rows. Its own checksum covers all the rest.
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -293,7 +294,7 @@ class Shard:
             TrainerError: they are damaged; the shard was set aside.
         """
         if not self._read_chunk(chunk, out):
-            raise to_rebuild(self.path, "damaged")
+            raise to_rebuild(self.path, "damaged" if self.path.exists() else "missing")
 
     def damaged(self) -> bool:
         """Whether rows differ from what was written. Reads the whole file."""
@@ -357,7 +358,7 @@ def to_rebuild(path: Path, problem: str) -> TrainerError:
 
     Gives the error to raise.
     """
-    if path.exists():
+    with suppress(FileNotFoundError):  # another process may have met the same
         path.replace(path.with_suffix(".damaged"))
     path.with_name(f"{path.stem.partition('-')[0]}.json").unlink(missing_ok=True)
     return TrainerError(f"shard {path} is {problem}; run the same command again, which rebuilds it")

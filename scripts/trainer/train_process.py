@@ -1,13 +1,12 @@
 """A process of training: the job itself, or one of several that `trainer.processes` started (then as `python -m`)."""
 
 import json
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trainer import config, training
+from trainer import config, processes, training
 from trainer.control import Requests, only_one
 from trainer.job import job
 from trainer.slurm import put_back
@@ -16,7 +15,7 @@ from trainer.slurm import put_back
 def run(task: dict[str, Any]) -> None:
     """Train as a task says: settings, the files and overrides that steps are read from, log and output."""
     settings = config.load(task["settings"])
-    run, leader = Path(settings.folder), os.environ.get("RANK", "0") == "0"
+    run, leader = Path(settings.folder), processes.rank(settings.train.processes) == 0
     with job(task["log"], quiet=not leader):
         requests = Requests(run)  # before the lock: whoever sees the lock can ask
         with ExitStack() as leading:

@@ -65,10 +65,12 @@ class Trainer:
         # Before CUDA starts: without it, matrix products on a GPU differ from run to run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Else every new tensor is filled first, lest what was not written is read: that is never done, and takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.set_float32_matmul_precision("high")
         self.settings, self.options, self.inputs, self.plan = settings, settings.train, inputs, plan
         self.steps = settings.train.steps
-        self.together = Together(settings.train.device)
+        self.together = Together(settings.train.device, settings.train.processes)
         self.device = self.together.device
         self.autocast = devices.multiplies_bf16(self.device)
         self.folder = inputs.run / "checkpoints"
@@ -128,6 +130,7 @@ class Trainer:
         log.info("training from the start to step %d", self.steps)
 
     def _set_aside(self, made_from: dict[str, Any]) -> None:
+        self.together.leaders(self.step)  # meets the others: they have read them
         if not self.together.leader:
             return
         place = checkpoints.set_aside(self.folder)
@@ -246,7 +249,7 @@ class Trainer:
         """Train to the planned step.
 
         Raises:
-            StoppedError: asked to; the state is saved.
+            StoppedError: asked to, in the leader; the state is saved.
             TrainerError: the loss is not finite, a shard is damaged, the disk is full.
         """
         events = self.inputs.run / "tensorboard"
@@ -281,20 +284,20 @@ class Trainer:
             figures = self._step(*next(loader))
             self.step += 1
             step = self.step
-            if step % options.log_every == 0 or step == self.steps:
+            if leader:
+                self.writer.look()
+            if leader and (step % options.log_every == 0 or step == self.steps):
                 self._check()
-                if leader:
-                    self._report(figures, *pace.lap(step, loader.waited))
-                    self._look_at_plan()
+                self._report(figures, *pace.lap(step, loader.waited))
+                self._look_at_plan()
             asked = (requests.snapshot(), requests.stop()) if leader else (False, False)
             self.steps, snapshot, stop = self.together.leaders(self.steps, *asked)
             ended = step >= self.steps
             validated = step % options.val_every == 0 or ended
             kept = bool(options.keep_every) and step % options.keep_every == 0
             saved = step % options.save_every == 0 or ended or (stop and not ended)
-            if validated or kept or saved or snapshot:
+            if leader and (validated or kept or saved or snapshot):
                 self._check()
-            if leader:
                 if validated:
                     self._validate_and_keep_best()
                 if kept:
@@ -306,6 +309,8 @@ class Trainer:
                 if saved:
                     self.save()
             if stop and not ended:
+                if not leader:
+                    return
                 self.writer.wait()
                 raise StoppedError(f"stopped at step {step} as asked; the same command resumes there")
         if leader:
@@ -364,7 +369,8 @@ class Trainer:
                 reason = str(error).strip().partition("\n")[0]
                 log.warning("train.compile: kernels cannot be made here (%s); going on without", reason)
         parameters = list(self.adapter.parameters())
-        self.together.add_up([*(parameter.grad for parameter in parameters), sums])
+        self.together.add_up([parameter.grad for parameter in parameters])
+        self.together.add_up([sums])  # of f64: with them, the gradients would be sent as such
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.options.grad_clip or math.inf)
         # Looked at later: to wait for it here would leave a GPU idle at every step.
         self.finite &= torch.isfinite(norm)

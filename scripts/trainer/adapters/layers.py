@@ -1,6 +1,7 @@
 """What adapters of all kinds are made of. Module names are the engine's tensor names without the `adapter.` prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Stack(nn.Module):
     """What adapters of all kinds have in common: blocks, one after another.
 
     recompute: forget what blocks have inside, and compute it again in the backward pass: less memory, more time.
-    compiled: have torch make kernels for the blocks.
+    compiled: have torch make kernels for the blocks, for training.
     """
 
     blocks: nn.ModuleList
@@ -67,7 +68,7 @@ class Stack(nn.Module):
     def through(self, x: Tensor, *more: Any) -> Tensor:
         """X through all blocks, which are given `more` as well."""
         for block in self.blocks:
-            run = _compiled if self.compiled else _plain
+            run = _compiled() if self.compiled and self.training else _plain
             x = checkpoint(run, block, x, *more, use_reentrant=False) if self.recompute else run(block, x, *more)
         return x
 
@@ -76,8 +77,11 @@ def _plain(block: nn.Module, x: Tensor, *more: Any) -> Tensor:
     return block(x, *more)
 
 
-# For all blocks and sizes: numbers of samples and rows are variables of the kernels, not constants.
-_compiled = torch.compile(_plain, dynamic=True)
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    # For all blocks and sizes: numbers of samples and rows are variables of the kernels, not constants. Not before it
+    # is wanted: torch takes seconds to load its compiler.
+    return torch.compile(_plain, dynamic=True)
 
 
 def mlp(width: int) -> nn.Sequential:
