@@ -45,7 +45,13 @@ from trainer.files import read_json
 from trainer.job import duration
 
 STAGES = ("materials", "corpus", "precompute", "train", "export", "evaluate", "report")
-_STAGE_OF = {"material": "materials", "seed_table": "precompute", "vision_proj": "precompute", "companion": "export"}
+STAGE_OF = {
+    "material": "materials",
+    "seed_table": "precompute",
+    "vision_proj": "precompute",
+    "precompute_block": "precompute",
+    "companion": "export",
+}
 _TRAIN = ("loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s")
 _VAL = ("val_cos", "val_rel_mse")
 _SILENCE = 3600.0
@@ -378,7 +384,7 @@ def _made(earlier: bool, files: dict[Path, float]) -> Values:
 
 def _stage(job: str) -> str | None:
     name = job.partition("-")[0]
-    name = _STAGE_OF.get(name, name)
+    name = STAGE_OF.get(name, name)
     return name if name in STAGES else None
 
 
