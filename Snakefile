@@ -15,7 +15,7 @@ configfile: f"{workflow.basedir}/config.yaml"
 # The package that rules and scripts share; jobs of a rule find it by themselves.
 sys.path.insert(0, f"{workflow.basedir}/scripts")
 
-from trainer import commands, config as settings_of, corpus_files, materials, plan
+from trainer import commands, config as settings_of, corpus_files, materials, plan, publishing
 from trainer.errors import TrainerError
 
 try:
@@ -38,10 +38,12 @@ if workflow.is_main_process:  # for `scripts/dashboard.py`, and no rule's input
 
 localrules:
     all,
+    card,
     doctor,
     material,
     materials,
     precompute,
+    publish,
     report,
 
 
@@ -52,6 +54,7 @@ include: "rules/train.smk"
 include: "rules/export.smk"
 include: "rules/evaluate.smk"
 include: "rules/report.smk"
+include: "rules/publish.smk"
 include: "rules/doctor.smk"
 
 
@@ -62,3 +65,4 @@ rule all:
         settings.companion or [],
         f"{RUN}/eval.json",
         f"{RUN}/report.html",
+        f"{RUN}/README.md",

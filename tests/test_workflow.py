@@ -12,6 +12,7 @@ import pytest
 import tiny_llada
 import tiny_models
 import torch
+from fake_hub import WritableHub
 from safetensors.torch import load_file, save_file
 from trainer import checkpoints, export, packs, probe, status
 from workflow import CHECKOUT, Project, prompts
@@ -335,3 +336,21 @@ def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     made.write(train={"steps": step})
     assert f"resuming at step {step} of {step}" in made.snakemake()
     assert (made.folder / GGUF).exists()
+
+
+def test_a_finished_run_is_published_with_its_card_and_its_token_stays_untold(finished, monkeypatch):
+    hub = WritableHub("hf_do_not_tell_anybody")
+    for name, value in {"HF_TOKEN": hub.token, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(name, value)
+    target = ("publish", "--config", "publish={repository: me/my-adapter}")
+    assert finished.planned(*target) == {"publish": 1}
+    output = finished.snakemake(*target, online=True)
+    assert f"published: {hub.url}/me/my-adapter/commit/" in output
+    assert hub.files == {
+        "README.md": (finished.run / "README.md").read_bytes(),
+        "pig_t5_adapter-f16.gguf": (finished.folder / GGUF).read_bytes(),
+    }
+    files = [file for file in finished.folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    assert not [file for file in files if hub.token.encode() in file.read_bytes()]
+    assert hub.token not in output
+    assert finished.planned() == {}

@@ -75,6 +75,7 @@ _WHY = {
     "Input files updated by another job": FOLLOWS,
     "Forced execution": "forced",
     "Rules with a run or shell declaration but no output are always executed.": "asked for",
+    "Rules with neither input nor output files are always executed.": "asked for",
 }
 
 

@@ -51,6 +51,7 @@ STAGE_OF = {
     "vision_proj": "precompute",
     "precompute_block": "precompute",
     "companion": "export",
+    "card": "report",
 }
 _TRAIN = ("loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s")
 _VAL = ("val_cos", "val_rel_mse")
@@ -79,6 +80,8 @@ def training_rows(run: Path | str) -> list[Values]:
 
 class _Run:
     """What is read of a run."""
+
+    REPORT = ("report.html", "README.md")
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, time.time()
@@ -211,7 +214,7 @@ class _Run:
         return _made(earlier, {self.folder / "eval.json": self._time("trained.safetensors")})
 
     def _report(self, earlier: bool) -> Values:
-        return _made(earlier, {self.folder / "report.html": self._time("eval.json")})
+        return _made(earlier, dict.fromkeys(map(self.folder.joinpath, self.REPORT), self._time("eval.json")))
 
     def _pace(self, name: str, jobs: list[Values]) -> tuple[float | None, float | None]:
         """Units a second, and seconds until the stage is done."""
@@ -290,7 +293,7 @@ class _Run:
             "precompute": ["shards", "shards.json"],
             "train": ["checkpoints*", "trained.safetensors", "metrics.csv", "tensorboard"],
             "evaluate": ["eval.json"],
-            "report": ["report.html"],
+            "report": self.REPORT,
         }
         return [file for name in names[stage] for file in self.folder.glob(name)]
 
