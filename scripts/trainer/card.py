@@ -89,7 +89,7 @@ def _metadata(result: Result) -> ModelCardData:
         measured(*val, "relative_mse", figures["rel_mse"], "relative squared error"),
     ]
     if "probe_cos" in figures:
-        evaluations.append(measured(*probe, "cosine_similarity", figures["probe_cos"], result.figure))
+        evaluations.append(measured(*probe, "cosine_similarity", figures["probe_cos"], "cosine"))
     usable = bool(pack.command) and not evaluation["synthetic"]
     bases = repositories("teacher", "student")
     return ModelCardData(
