@@ -15,7 +15,15 @@ configfile: f"{workflow.basedir}/config.yaml"
 # The package that rules and scripts share; jobs of a rule find it by themselves.
 sys.path.insert(0, f"{workflow.basedir}/scripts")
 
-from trainer import commands, config as settings_of, corpus_files, materials, plan, publishing
+from trainer import (
+    commands,
+    config as settings_of,
+    control,
+    corpus_files,
+    materials,
+    plan,
+    publishing,
+)
 from trainer.errors import TrainerError
 
 try:
@@ -45,6 +53,10 @@ localrules:
     precompute,
     publish,
     report,
+
+
+onstart:
+    control.clear_stop(RUN)
 
 
 include: "rules/materials.smk"

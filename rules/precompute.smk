@@ -41,6 +41,7 @@ rule precompute_block:
         gpu=1,
         mem_mb=BLOCK_MB,
         runtime="8h",
+        slurm_extra="--signal=URG@300",  # seconds before its time limit; see scripts/trainer/slurm.py
     conda:
         "../envs/gguf-trainer.yaml"
     script:

@@ -31,6 +31,7 @@ rule train:
         gpu=settings.train.processes,
         mem_mb=24000,
         runtime="24h",
+        slurm_extra="--signal=URG@300",  # seconds before its time limit; see scripts/trainer/slurm.py
     conda:
         "../envs/gguf-trainer.yaml"
     script:

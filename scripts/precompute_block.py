@@ -7,6 +7,7 @@ from trainer import config, materials, precompute, precompute_pictures
 from trainer.control import Requests, only_one
 from trainer.files import write_json
 from trainer.job import job
+from trainer.slurm import put_back
 
 with job(snakemake.log[0]):
     torch.set_num_threads(snakemake.threads)
@@ -14,7 +15,7 @@ with job(snakemake.log[0]):
     records = {record.id: record for record in map(materials.read_record, snakemake.input.materials)}
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
-    with only_one(settings.folder, f"precompute-{split}-{number:04d}"):
+    with put_back(requests), only_one(settings.folder, f"precompute-{split}-{number:04d}"):
         given = settings, records, requests, snakemake.resources.mem_mb * 10**6
         if snakemake.input.vision_proj:
             block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj[0]))

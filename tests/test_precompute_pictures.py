@@ -30,9 +30,8 @@ from trainer import (
 )
 from trainer.chat_templates import Chat, Prompt
 from trainer.config import Settings
-from trainer.errors import TrainerError
+from trainer.errors import StoppedError, TrainerError
 from trainer.materials import Record
-from trainer.streaming import StoppedError
 from transformers import Qwen3Config, Qwen3Model, Qwen3VLModel
 from workflow import CHECKOUT
 

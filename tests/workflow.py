@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from trainer import export
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SUBJECTS = ["fox", "heron", "kettle", "lighthouse", "tractor", "violin", "orchard", "comet", "glacier", "lantern"]
@@ -36,6 +37,17 @@ def prompts(count: int, start: int = 0) -> list[str]:
     ]
 
 
+_started: list[subprocess.Popen] = []
+
+
+def end_all() -> None:
+    """Kill what tests have started and, failing, not ended: it would train on for hours."""
+    for process in _started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    _started.clear()
+
+
 @dataclass
 class Project:
     """A folder with settings, prompts and models, in which workflows run."""
@@ -43,6 +55,8 @@ class Project:
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
     pack: str = "pixart"
+    options: tuple[str, ...] = ("--cores", "2")
+    settings_file: str = "pack.yaml"
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -57,19 +71,20 @@ class Project:
         """Change groups of settings and write the settings file."""
         for group, values in groups.items():
             self.settings.setdefault(group, {}).update(values)
-        (self.folder / "pack.yaml").write_text(yaml.safe_dump(self.settings))
+        (self.folder / self.settings_file).write_text(yaml.safe_dump(self.settings))
 
     def command(self, *arguments: str) -> list[str]:
         """The snakemake command line."""
         return [
             *(sys.executable, "-m", "snakemake", "--snakefile", str(CHECKOUT / "Snakefile")),
-            *("--profile", str(CHECKOUT / "packs" / self.pack), "--configfile", str(self.folder / "pack.yaml")),
-            *("--cores", "2", *arguments),
+            *("--profile", str(CHECKOUT / "packs" / self.pack), "--configfile", str(self.folder / self.settings_file)),
+            *self.options,
+            *arguments,
         ]
 
     def start(self, *arguments: str, online: bool = False) -> subprocess.Popen:
         """Start a workflow in a process group of its own; only `online` may it ask a hub."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*arguments),
             cwd=self.folder,
             env=os.environ | {"HF_HUB_OFFLINE": str(int(not online)), "GGUF_TRAINER_MATERIALS": ""},
@@ -78,6 +93,8 @@ class Project:
             text=True,
             start_new_session=True,
         )
+        _started.append(process)
+        return process
 
     def snakemake(self, *arguments: str, fails: bool = False, online: bool = False) -> str:
         """Run a workflow to its end; gives what it printed."""
@@ -109,3 +126,38 @@ class Project:
     def json(self, name: str) -> Any:
         """A JSON file of the run."""
         return json.loads((self.run / name).read_text())
+
+
+def project(folder: Path, models: dict[str, str], **train: Any) -> Project:
+    """A PixArt run on tiny models: 4 train shards in 2 jobs, 40 steps."""
+    files = {"one.txt": prompts(120), "two.txt": prompts(120, 200)}
+    folder.mkdir(parents=True)
+    for name, lines in files.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    train = {"steps": 40, "batch_size": 8, "warmup": 4, "val_every": 10, "save_every": 10, "log_every": 2} | train
+    return Project(
+        folder,
+        {
+            "pack": "pixart",
+            "run": "tiny",
+            "materials": {"paths": models},
+            "corpus": {
+                "presets": [],
+                "files": sorted(files),
+                "n_train": 200,
+                "n_val": 40,
+                "val_fraction": 0.2,
+            },
+            "precompute": {"shard_size": 50, "block_shards": 2, "device": "cpu"},
+            "adapter": {"width": 64, "depth": 2, "student_dim": 64, "teacher_dim": 64, "queries": 40},
+            "train": {"lr": 2e-3, "keep_every": 20, "device": "cpu"} | train,
+        },
+    )
+
+
+GGUF = "runs/pig_t5_adapter-f16.gguf"
+
+
+def adapter(made: Project, path: Path | None = None) -> dict[str, bytes]:
+    """Bytes of the adapter's tensors."""
+    return {name: array.tobytes() for name, array in export.read_arrays(path or made.folder / GGUF).items()}

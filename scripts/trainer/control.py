@@ -1,7 +1,8 @@
 """How a running job is found, stopped and asked for a snapshot: files in the run's `control` folder.
 
-A job holds a lock for as long as its process lives, however it dies. Requests are files; what is older than the job
-that finds it is left over from an earlier one and ignored.
+A job holds a lock for as long as its process lives, however it dies. Requests are files. One to stop is in force until
+a workflow is started again, so that it also reaches jobs that a cluster starts later; one for a snapshot that is older
+than the job that finds it is left over from an earlier one and ignored.
 """
 
 import json
@@ -36,7 +37,7 @@ def only_one(run: Path | str, name: str) -> Iterator[None]:
     place.mkdir(parents=True, exist_ok=True)
     lock, owner = FileLock(place / f"{name}.lock"), place / f"{name}.json"
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=1)  # whoever looks for running jobs has it for a moment
     except Timeout:
         raise TrainerError(
             f"{name} of {run} is already running ({_who(owner)}); wait for it, or stop it with "
@@ -71,48 +72,60 @@ def running(run: Path | str) -> list[str]:
     return found
 
 
+# What SLURM is asked to send ahead of a job's time limit (`slurm_extra` of the rules). All processes of the job get it;
+# those that do not listen never notice.
+LIMIT_AHEAD = signal.SIGURG
+
+
 class Requests:
-    """What is asked of this job: to stop (SIGINT, SIGTERM or `control.py stop`), or for a snapshot."""
+    """What is asked of this job: to stop (SIGINT, SIGTERM, LIMIT_AHEAD or `control.py stop`), or for a snapshot."""
 
     def __init__(self, run: Path | str) -> None:
         self._folder = folder(run)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._started = time.time()
-        self._signalled = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.signals: set[int] = set()
+        for number in (signal.SIGINT, signal.SIGTERM, LIMIT_AHEAD):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self.signals.add(number)
 
     def stop(self) -> bool:
         """Whether to save and stop now."""
-        return self._signalled or self._fresh("stop")
+        return bool(self.signals) or self.stopped_by_user()
+
+    def stopped_by_user(self) -> bool:
+        """Whether `control.py stop` was called since the workflow was started."""
+        return (self._folder / "stop").exists()
 
     def snapshot(self) -> bool:
         """Whether a snapshot of the current step is wanted."""
-        return self._fresh("snapshot")
+        try:
+            return (self._folder / "snapshot").stat().st_mtime >= self._started
+        except FileNotFoundError:
+            return False
 
     def answer_snapshot(self) -> None:
         """Tell who wants a snapshot that it is there."""
         (self._folder / "snapshot").unlink(missing_ok=True)
 
-    def _fresh(self, name: str) -> bool:
-        try:
-            return (self._folder / name).stat().st_mtime >= self._started
-        except FileNotFoundError:
-            return False
-
 
 def request_stop(run: Path | str, wait: float = 3600.0) -> list[str]:
-    """Ask the running jobs of a run to save and stop; return when they have. Gives their names; [] if none ran."""
+    """Ask the jobs of a run to save and stop; return when those that run have. Gives their names; [] if none ran.
+
+    Those that wait in a cluster's queue stop when they are started.
+    """
+    folder(run).mkdir(exist_ok=True)
+    (folder(run) / "stop").touch()
     names = running(run)
-    if names:
-        request = folder(run) / "stop"
-        request.touch()
-        _wait_until(lambda: not running(run), wait, f"the jobs of {run} have not stopped")
-        request.unlink(missing_ok=True)
+    _wait_until(lambda: not running(run), wait, f"the jobs of {run} have not stopped")
     return names
+
+
+def clear_stop(run: Path | str) -> None:
+    """A workflow is started: an earlier request to stop is no longer in force."""
+    (folder(run) / "stop").unlink(missing_ok=True)
 
 
 def request_snapshot(run: Path | str, wait: float = 1800.0) -> None:

@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read."""
+"""The exceptions a user is meant to read."""
 
 
 class TrainerError(Exception):
@@ -6,3 +6,7 @@ class TrainerError(Exception):
 
     Scripts print it without a traceback (see `trainer.job`); every other exception is a bug of ours.
     """
+
+
+class StoppedError(TrainerError):
+    """A job was asked to stop, and kept what it has."""

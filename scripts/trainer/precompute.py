@@ -20,13 +20,13 @@ from trainer.config import Settings
 from trainer.control import Requests
 from trainer.corpus_files import Sample
 from trainer.devices import Budget
-from trainer.errors import TrainerError
+from trainer.errors import StoppedError, TrainerError
 from trainer.files import digest
 from trainer.job import log
 from trainer.materials import Record
 from trainer.passes import Item, Pass, RowsPass, padded
 from trainer.shards import Moments
-from trainer.streaming import Executor, Part, State, StoppedError
+from trainer.streaming import Executor, Part, State
 from trainer.teachers.synthetic import Synthetic
 from trainer.weights import Weights
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.devices import GIB, Budget
-from trainer.errors import TrainerError
+from trainer.errors import StoppedError, TrainerError
 from trainer.files import written_whole
 from trainer.job import log
 from trainer.weights import Weights
@@ -36,10 +36,6 @@ _ALIGNMENT = 256
 _AHEAD = 4
 
 State = dict[str, Tensor]
-
-
-class StoppedError(TrainerError):
-    """A run that was asked to stop; what it computed is kept."""
 
 
 @dataclass(frozen=True)

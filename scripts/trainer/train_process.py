@@ -3,13 +3,14 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trainer import config, training
 from trainer.control import Requests, only_one
 from trainer.job import job
+from trainer.slurm import put_back
 
 
 def run(task: dict[str, Any]) -> None:
@@ -18,7 +19,10 @@ def run(task: dict[str, Any]) -> None:
     run, leader = Path(settings.folder), os.environ.get("RANK", "0") == "0"
     with job(task["log"], quiet=not leader):
         requests = Requests(run)  # before the lock: whoever sees the lock can ask
-        with only_one(run, "train") if leader else nullcontext():
+        with ExitStack() as leading:
+            if leader:
+                leading.enter_context(put_back(requests))
+                leading.enter_context(only_one(run, "train"))
             inputs = training.Inputs.read(settings)
 
             def plan(steps: int) -> int:

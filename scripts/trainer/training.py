@@ -21,7 +21,7 @@ from trainer import adapters, checkpoints, devices, packs, recipe, scoring
 from trainer.batches import Batch
 from trainer.config import Settings, write_stage_settings
 from trainer.control import Requests
-from trainer.errors import TrainerError
+from trainer.errors import StoppedError, TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
 from trainer.job import announce, duration, log
 from trainer.loading import Loader
@@ -34,10 +34,6 @@ COLUMNS = ["step", "time", "loss", "mse", "cos", "lr", "grad_norm", "prompts_per
 
 # Share of the time that training waits for the loader from which on the log says so.
 WAITING = 0.03
-
-
-class StoppedError(TrainerError):
-    """Training was asked to stop, and saved."""
 
 
 @dataclass
