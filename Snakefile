@@ -3,6 +3,7 @@
 import sys
 
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 from snakemake.utils import min_version
 
 min_version("9.0")
@@ -14,7 +15,15 @@ configfile: f"{workflow.basedir}/config.yaml"
 # The package that rules and scripts share; jobs of a rule find it by themselves.
 sys.path.insert(0, f"{workflow.basedir}/scripts")
 
-from trainer import commands, config as settings_of, control, corpus_files, materials
+from trainer import (
+    commands,
+    config as settings_of,
+    control,
+    corpus_files,
+    materials,
+    plan,
+    publishing,
+)
 from trainer.errors import TrainerError
 
 try:
@@ -30,14 +39,19 @@ if workflow.is_main_process:  # for `scripts/dashboard.py`, and no rule's input
         *map(str, workflow.config_settings.configfiles),
     ]
     commands.record(RUN, sys.argv[1:], settings_files, workflow.config_settings.config)
+    logger.addFilter(plan.shorten)
+    if workflow.output_settings.dryrun:
+        logger.addHandler(plan.Plan(RUN))
 
 
 localrules:
     all,
+    card,
     doctor,
     material,
     materials,
     precompute,
+    publish,
     report,
 
 
@@ -52,6 +66,7 @@ include: "rules/train.smk"
 include: "rules/export.smk"
 include: "rules/evaluate.smk"
 include: "rules/report.smk"
+include: "rules/publish.smk"
 include: "rules/doctor.smk"
 
 
@@ -62,3 +77,4 @@ rule all:
         settings.companion or [],
         f"{RUN}/eval.json",
         f"{RUN}/report.html",
+        f"{RUN}/README.md",

@@ -1,5 +1,6 @@
-"""A stand-in for the hub on 127.0.0.1: as much of its API as a snapshot download asks for, and its bad days."""
+"""A stand-in for the hub on 127.0.0.1: as much of its API as downloads and commits ask for, and its bad days."""
 
+import base64
 import hashlib
 import json
 import re
@@ -19,6 +20,7 @@ class FakeHub(ThreadingHTTPServer):
     pause: seconds between pieces of a large file.
     corrupt: names whose bytes arrive wrong.
     status: answer everything with this status; `code` is the hub's word for it.
+    license: what the card of the repository says.
     """
 
     daemon_threads = True
@@ -27,6 +29,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repository, self.files = repository, files
         self.cut, self.pause, self.corrupt, self.status, self.code = 0, 0.0, set(), 0, ""
+        self.license: str | list[str] | None = None
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -72,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
                 | ({"lfs": {"sha256": e["lfs"]["oid"], "size": e["size"], "pointerSize": 134}} if "lfs" in e else {})
                 for e in map(self.entry, hub.files)
             ]
-            return self.json({"id": hub.repository, "sha": COMMIT, "siblings": siblings})
+            card = {"license": hub.license} if hub.license else {}
+            return self.json({"id": hub.repository, "sha": COMMIT, "siblings": siblings, "cardData": card})
         file = re.fullmatch(rf"/(?:datasets/)?{hub.repository}/resolve/(?:main|{COMMIT})/(.+)", path)
         if file and file[1] in hub.files:
             return self.file(file[1])
@@ -148,3 +152,109 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+class WritableHub(FakeHub):
+    """A hub with no repository, which makes one and takes commits from whoever has the token.
+
+    objects: large files that arrived, by sha256; a file is part of the repository only after a commit.
+    commits: what was said of each. created: the body of the request that made the repository.
+    refused: sha256 of large files that do not get through.
+    """
+
+    def __init__(self, token: str) -> None:
+        super().__init__("", {})
+        self.RequestHandlerClass = _WritableHandler
+        self.token, self.refused = token, set()
+        self.objects: dict[str, bytes] = {}
+        self.commits: list[dict] = []
+        self.created: dict = {}
+
+
+class _WritableHandler(_Handler):
+    server: WritableHub
+
+    def answer(self):
+        if not self.authorized():
+            return self.send(401, b"{}", {})
+        super().answer()
+
+    def authorized(self):
+        return self.headers.get("Authorization") == f"Bearer {self.server.token}"
+
+    def do_PUT(self):
+        """A large file, at the address that the batch gave."""
+        hub, data = self.server, self.body()
+        hub.requests.append(("PUT", self.path, {key.lower(): value for key, value in self.headers.items()}))
+        digest = hashlib.sha256(data).hexdigest()
+        if digest in hub.refused:
+            return self.send(400, b"{}", {})
+        hub.objects[digest] = data
+        self.send(200, b"", {})
+
+    def do_POST(self):
+        hub, body = self.server, self.body()
+        hub.requests.append(("POST", self.path, {key.lower(): value for key, value in self.headers.items()}))
+        if hub.status:
+            return self.send(hub.status, b'{"error": "no"}', {})
+        if not self.authorized():
+            return self.send(401, b'{"error": "Invalid username or password."}', {})
+        if self.path.endswith("/commit/main"):
+            return self.commit([json.loads(line) for line in body.splitlines()])
+        asked = json.loads(body)
+        if self.path == "/api/repos/create":
+            name = f"{asked['organization']}/{asked['name']}"
+            known, hub.repository = hub.repository == name, name
+            hub.created = hub.created or asked
+            return self.send(409 if known else 200, json.dumps({"url": f"{hub.url}/{name}"}).encode(), {})
+        if self.path == "/api/validate-yaml":
+            assert asked["content"].startswith("---\n")
+            return self.json({"errors": [], "warnings": []})
+        if self.path == f"/api/models/{hub.repository}/preupload/main":
+            return self.json({"files": [self.mode(file) for file in asked["files"]]})
+        if self.path == f"/{hub.repository}.git/info/lfs/objects/batch":
+            return self.json({"transfer": "basic", "objects": [self.place(it) for it in asked["objects"]]})
+        self.send(404, b"{}", {})
+
+    def body(self):
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            data = b""
+            while size := int(self.rfile.readline(), 16):
+                data += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return data
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def mode(self, file):
+        """How a file is to be sent; with the identity of the content that the repository has under its name."""
+        data = self.server.files.get(file["path"])
+        large = file["size"] >= LARGE
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() if data is not None else None
+        oid = hashlib.sha256(data).hexdigest() if data is not None and large else git
+        return {
+            "path": file["path"],
+            "uploadMode": "lfs" if large else "regular",
+            "shouldIgnore": False,
+            "oid": oid,
+        }
+
+    def place(self, asked):
+        """Where a large file is to be put, if it is not here."""
+        known = {"oid": asked["oid"], "size": asked["size"]}
+        if asked["oid"] in self.server.objects:
+            return known
+        return known | {"actions": {"upload": {"href": f"{self.server.url}/objects/{asked['oid']}?signature=secret"}}}
+
+    def commit(self, lines):
+        hub = self.server
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                hub.commits.append(value)
+            elif line["key"] == "file":
+                hub.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                hub.files[value["path"]] = hub.objects[value["oid"]]
+        url = f"{hub.url}/{hub.repository}/commit/{COMMIT}"
+        self.json({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})

@@ -478,10 +478,12 @@ def online(tmp_path):
 
 def test_a_snapshot_is_downloaded_verified_pinned_and_used_by_another_run(online):
     online.hub.cut = 1
+    online.hub.license = ["mit", "apache-2.0"]
     status, shown = online.run()
     assert status == 0, shown
     record = online.record()
     assert (record.found, record.revision) == ("downloaded", COMMIT)
+    assert materials.license_of(settings(online.path), dataclasses.asdict(record)) == "mit, apache-2.0"
     assert {file["name"] for file in record.files} == set(online.hub.files) - {
         *("README.md", "flax.bin", "generation_config.json")
     }

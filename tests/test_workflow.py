@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_llada
 import torch
+from fake_hub import WritableHub
 from safetensors.torch import load_file, save_file
 from trainer import checkpoints, export, packs, probe, status
 from workflow import CHECKOUT, GGUF, Project, adapter, project
@@ -75,7 +76,7 @@ def test_after_a_finished_run_nothing_is_to_do(undisturbed):
 def test_raised_steps_train_only_the_rest(finished):
     before = times(finished)
     finished.write(train={"steps": 60})
-    assert finished.planned() == {"train": 1, "export": 1, "evaluate": 1, "report": 1, "all": 1}
+    assert finished.planned() == dict.fromkeys(("train", "export", "evaluate", "report", "card", "all"), 1)
     output = finished.snakemake()
     assert "resuming at step 40 of 60" in output
     assert finished.json("eval.json")["planned_steps"] in (40, 60)
@@ -286,6 +287,24 @@ def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     made.write(train={"steps": step})
     assert f"resuming at step {step} of {step}" in made.snakemake()
     assert (made.folder / GGUF).exists()
+
+
+def test_a_finished_run_is_published_with_its_card_and_its_token_stays_untold(finished, monkeypatch):
+    hub = WritableHub("hf_do_not_tell_anybody")
+    for name, value in {"HF_TOKEN": hub.token, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(name, value)
+    target = ("publish", "--config", "publish={repository: me/my-adapter}")
+    assert finished.planned(*target) == {"publish": 1}
+    output = finished.snakemake(*target, online=True)
+    assert f"published: {hub.url}/me/my-adapter/commit/" in output
+    assert hub.files == {
+        "README.md": (finished.run / "README.md").read_bytes(),
+        "pig_t5_adapter-f16.gguf": (finished.folder / GGUF).read_bytes(),
+    }
+    files = [file for file in finished.folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    assert not [file for file in files if hub.token.encode() in file.read_bytes()]
+    assert hub.token not in output
+    assert finished.planned() == {}
 
 
 def test_two_runs_in_one_checkout_at_once_do_not_disturb_each_other(finished, undisturbed):

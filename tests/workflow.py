@@ -82,12 +82,12 @@ class Project:
             *arguments,
         ]
 
-    def start(self, *arguments: str) -> subprocess.Popen:
-        """Start a workflow in a process group of its own."""
+    def start(self, *arguments: str, online: bool = False) -> subprocess.Popen:
+        """Start a workflow in a process group of its own; only `online` may it ask a hub."""
         process = subprocess.Popen(
             self.command(*arguments),
             cwd=self.folder,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "GGUF_TRAINER_MATERIALS": ""},
+            env=os.environ | {"HF_HUB_OFFLINE": str(int(not online)), "GGUF_TRAINER_MATERIALS": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -96,9 +96,9 @@ class Project:
         _started.append(process)
         return process
 
-    def snakemake(self, *arguments: str, fails: bool = False) -> str:
+    def snakemake(self, *arguments: str, fails: bool = False, online: bool = False) -> str:
         """Run a workflow to its end; gives what it printed."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, online=online)
         output, _ = process.communicate(timeout=600)
         assert (process.returncode != 0) == fails, output[-6000:]
         return output

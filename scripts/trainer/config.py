@@ -266,6 +266,20 @@ class Snapshot(Group):
     evaluate: bool = live(True, "also score the file on the val shards (on the CPU while training runs)")
 
 
+class Publish(Group):
+    """The `publish` target: the adapter and its card in a repository of the Hugging Face hub."""
+
+    repository: str | None = live(
+        None,
+        "where to, such as me/my-adapter; one that is not there is made, as a private one",
+        pattern=r"^[\w.-]+/[\w.-]+$",
+    )
+    license: str | None = fixed(
+        None,
+        "license of the adapter, by the hub's name of it, such as apache-2.0; null: the card says that none is chosen",
+    )
+
+
 class Settings(Group):
     """All settings of one run."""
 
@@ -280,6 +294,7 @@ class Settings(Group):
     export: Export = Export()
     evaluate: Evaluate = Evaluate()
     snapshot: Snapshot = Snapshot()
+    publish: Publish = Publish()
 
     @field_validator("pack")
     @classmethod
@@ -439,6 +454,7 @@ def stage_settings(settings: Settings, *only: str) -> dict[str, Any]:
         "plan": {"steps": settings.train.steps},
         "export": {"run": settings.run, **settings.export.fingerprint()},
         "evaluate": settings.evaluate.fingerprint(),
+        "card": {"companion": settings.companion, **settings.publish.fingerprint()},
     }
     if settings.adapter.vision_dim:
         stages["vision_proj"] = {

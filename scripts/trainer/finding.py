@@ -28,7 +28,8 @@ def prepare(settings: Settings, id: str) -> Record:
     """Find or download a material, link it into the run's folder, and say what it is.
 
     A sidecar, materials/<id>.lock.json, keeps the commit pinned for the run and saves hashing files again; with it
-    the record of an unchanged material is the same to the byte.
+    the record of an unchanged material is the same to the byte. It also has the licence that the hub tells, which is
+    no part of the record: nothing that is computed depends on it.
 
     Raises:
         TrainerError: it cannot be had, and how to get it.
@@ -86,6 +87,7 @@ class _Search:
         self.digests = hub.Digests()
         self.last: Record | None = None
         self.commit = self.requested if completeness.is_commit(self.requested) else None
+        self.license: str | None = None
         self._listing: hub.Listing | TrainerError | None = None
         self._read_lock()
 
@@ -99,6 +101,7 @@ class _Search:
             if (lock["requested"], last.repository) == (self.requested, self.material.repository):
                 self.last = last
                 self.commit = self.commit or lock["commit"]
+                self.license = lock.get("license")
         except (TrainerError, KeyError, TypeError, ValueError):
             pass  # none yet, or of an older version: everything in it can be found out again
 
@@ -111,9 +114,10 @@ class _Search:
             aside.unlink(missing_ok=True)
             aside.symlink_to(target)
             os.replace(aside, link)
-        known = self._listing.commit if isinstance(self._listing, hub.Listing) else None
+        listing = self._listing if isinstance(self._listing, hub.Listing) else None
+        known, license = (listing.commit, listing.license) if listing else (None, self.license)
         times = [(_root(target) / file["name"]).stat().st_mtime_ns for file in record.files]
-        lock = {"requested": self.requested, "commit": known or self.commit or record.revision}
+        lock = {"requested": self.requested, "commit": known or self.commit or record.revision, "license": license}
         files.write_if_changed(self.lock_file, {**lock, "times": times, "record": asdict(record)})
 
     def record(self) -> Record:

@@ -45,11 +45,15 @@ class Digests:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a repository holds at one commit. files: by name, the size and, for large files, the sha256."""
+    """What a repository holds at one commit. files: by name, the size and, for large files, the sha256.
+
+    license: as its card says.
+    """
 
     repository: str
     commit: str
     files: dict[str, tuple[int, str | None]]
+    license: str | None = None
 
     def difference(self, name: str, size: int, digest: str | None = None) -> str | None:
         """How a file on disk differs from the hub's, in words; None if it does not."""
@@ -89,7 +93,13 @@ def listing(material: Material, revision: str) -> Listing:
             _repository(material), revision=revision, repo_type=_type(material), files_metadata=True, timeout=20
         )
         files = {file.rfilename: (file.size or 0, file.lfs and file.lfs.sha256) for file in info.siblings or []}
-        return Listing(_repository(material), str(info.sha), files)
+        return Listing(_repository(material), str(info.sha), files, _license(info.card_data))
+
+
+def _license(card: Any) -> str | None:
+    """The licence that the card of a repository names; a data set's may name several."""
+    named = card and (card.get("license_name") or card.get("license"))
+    return ", ".join(map(str, named)) if isinstance(named, list) else named and str(named)
 
 
 def reach(material: Material, revision: str) -> None:
@@ -330,6 +340,17 @@ def _cache(material: Material) -> Path:
     return cache_folder() / f"{_type(material)}s--{_repository(material).replace('/', '--')}"
 
 
+def _causes(error: Exception) -> list[BaseException]:
+    """An error of the hub's client: some come wrapped, with the telling one as their cause."""
+    return [error, *filter(None, [error.__cause__])]
+
+
+def status_of(error: Exception) -> int | None:
+    """The status that the hub answered with; None where it did not answer."""
+    statuses = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _causes(error))
+    return next(filter(None, statuses), None)
+
+
 @contextlib.contextmanager
 def _explained(material: Material, revision: str) -> Iterator[None]:
     """Turn whatever the hub's client raises into one sentence; its own texts run over many lines."""
@@ -341,12 +362,10 @@ def _explained(material: Material, revision: str) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:
-        # Some errors come wrapped, with the telling one as their cause.
-        causes = [error, *filter(None, [error.__cause__])]
-        status = next((s for e in causes if (s := getattr(getattr(e, "response", None), "status_code", None))), None)
+        status = status_of(error)
 
         def is_a(kind: type[Exception]) -> bool:
-            return any(isinstance(cause, kind) for cause in causes)
+            return any(isinstance(cause, kind) for cause in _causes(error))
 
         where = f"{material.repository} at {constants.ENDPOINT}"
         if is_disk_full(error):

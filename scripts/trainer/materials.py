@@ -3,6 +3,8 @@
 Light to import: the Snakefile asks for the ids on every call. `trainer.finding` finds them.
 """
 
+import contextlib
+import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,19 @@ def read_record(path: Path | str) -> Record:
         raise TrainerError(
             f"{path} is not a record of a material; delete it and run the stage that writes it"
         ) from None
+
+
+def license_of(settings: Settings, record: dict[str, Any]) -> str | None:
+    """The licence of a material as its repository's card or its package says; None where neither was heard."""
+    if record["package"]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            told = importlib.metadata.metadata(record["package"])
+            named = told.get("License-Expression") or told.get("License") or ""
+            return named if len(named.splitlines()) == 1 else None  # some have the whole text there
+    try:
+        return files.read_json(Path(settings.folder) / "materials" / f"{record['id']}.lock.json").get("license")
+    except TrainerError:
+        return None
 
 
 def recorded_files(settings: Settings, id: str) -> list[str]:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import matplotlib
 import numpy as np
 from markupsafe import Markup
@@ -24,11 +23,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from safetensors import SafetensorError, safe_open
 
-from trainer import __version__, contact_sheet, packs, probe
+from trainer import __version__, contact_sheet, results
 from trainer.config import Settings
 from trainer.corpus_files import SPLITS
 from trainer.files import read_json, sha256, write_text
-from trainer.job import duration
 from trainer.packs.base import Metric
 
 # Charts are drawn in these colours, which the page's style sheet then owns: one SVG for light and dark.
@@ -38,28 +36,6 @@ COLOURS = {
     "train": "#030303",
     "val": "#040404",
     "base": "#050505",
-}
-MINUS = "\N{MINUS SIGN}"
-FIGURES: dict[str, str] = {
-    "cos": "validation cosine",
-    "cos_centered": "centred validation cosine",
-    "cos_slice": "validation cosine",
-}
-METRICS = {
-    "cos": "mean cosine of the adapter's rows to the teacher's, over all val rows",
-    "cos_centered": "the same of rows less the mean training row: 0 is a guess that never looks at the prompt",
-    "cos_rms": "mean cosine after each row is divided by its root mean square, as engine models do",
-    "cos_slice": "mean over val samples of the mean cosine of their rows that the image model reads",
-    "cos_edit": "the same of samples with pictures",
-    "cos_t2i": "the same of samples without",
-    "cos_vis": "mean cosine of rows under pictures",
-    "cos_txt": "mean cosine of all other rows",
-    "cos_eos": "mean cosine of each prompt's last row, the end marker",
-    "worst_row_cos": "the main figure of the worst row",
-    "rel_mse": "squared error as a share of the targets' squares: 0 is perfect, 1 is a guess of nothing but zeros",
-    "roundtrip_cos": "the main figure between the file's rows and the checkpoint's: what the file format costs",
-    "baseline_cos": "the main figure of a guess that gives every row the mean training row",
-    "probe_cos": "the main figure on prompts of other kinds, each kind counting the same",
 }
 STAGES = ("material", "materials", "corpus", "seed_table", "precompute", "train", "export", "companion", "evaluate")
 
@@ -76,32 +52,29 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
     Raises:
         TrainerError: a file that the report needs is missing or damaged.
     """
-    run_folder, gguf = Path(run_folder), Path(settings.gguf)
-    pack = packs.get(settings.pack)
-    evaluation = read_json(run_folder / "eval.json")
-    corpus = read_json(run_folder / "corpus.json")
-    shards = read_json(run_folder / "shards.json")
+    run_folder = Path(run_folder)
+    result = results.read(run_folder, settings)
+    pack, gguf, evaluation, corpus, shards = result.pack, result.gguf, result.evaluation, result.corpus, result.shards
     metrics = read_metrics(run_folder / "metrics.csv")
     snakemake = f"snakemake --profile packs/{settings.pack}"
     run_option = "" if settings.run == settings.pack else f"run={shlex.quote(str(settings.run))}"
-    page = _environment().get_template("report.html.j2")
+    page = results.environment(autoescape=True).get_template("report.html.j2")
     text = page.render(
         settings=settings,
         pack=pack,
         evaluation=evaluation,
-        figure=FIGURES[pack.metric],
-        # Runs that were evaluated by older versions have none.
-        probes=[{"kind": probe.KINDS[kind]} | values for kind, values in evaluation.get("probe", {}).items()],
-        gains={name: meaning for name, meaning in METRICS.items() if name in evaluation["metrics"]},
+        figure=result.figure,
+        probes=result.probes,
+        gains=result.figures,
         gguf={
             "path": str(gguf.resolve()),
             "python": repr(str(gguf.resolve())),
             "bytes": gguf.stat().st_size if gguf.exists() else None,
             "sha256": sha256(gguf) if gguf.exists() else None,
         },
-        command=pack.command.replace("{gguf}", shlex.quote(str(gguf.resolve()))),
-        reference=_reference_options(settings),
-        materials=read_json(run_folder / "materials.json")["materials"],
+        command=result.command(absolute=True),
+        reference=result.reference(absolute=True),
+        materials=result.materials,
         corpus=corpus,
         shards=shards,
         splits=[split for split in SPLITS if split in shards],
@@ -123,14 +96,6 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         ),
     )
     write_text(out, text)
-
-
-def _reference_options(settings: Settings) -> str:
-    """What a reference picture adds to the command line; nothing where the companion that it takes is not written."""
-    pack = packs.get(settings.pack)
-    if pack.companion and not settings.companion:
-        return ""
-    return pack.reference_options.replace("{companion}", shlex.quote(str(Path(settings.companion or "").resolve())))
 
 
 # --- what the run's files say ---------------------------------------------------------------------------------------
@@ -394,50 +359,3 @@ def to_svg(figure: Figure, name: str, title: str) -> Markup:
     for role, colour in COLOURS.items():
         body = body.replace(colour, f"var(--{role})")
     return Markup(f'<svg class="chart" {box} role="img" aria-label="{title}">{body}')
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"cosine": cosine, "count": count, "size": size, "duration": duration, "text_of": text_of}
-    return environment
-
-
-def cosine(value: float | None, digits: int = 4) -> str:
-    """A metric with fixed digits; a dash where it was not measured."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:.{digits}f}".replace("-", MINUS)
-
-
-def count(value: float | None) -> str:
-    """A whole number with thin spaces between thousands; a dash where it was not measured."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
-
-
-def size(value: float | None) -> str:
-    """Bytes in decimal units; a dash where they are not known."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
-
-
-def text_of(value: Any) -> str:
-    """A value of a record in words: nested ones as `key value, key value`."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {text_of(inner)}" for key, inner in value.items() if inner not in (None, "", {}))
-    return str(value)

@@ -45,7 +45,14 @@ from trainer.files import read_json
 from trainer.job import duration
 
 STAGES = ("materials", "corpus", "precompute", "train", "export", "evaluate", "report")
-_STAGE_OF = {"material": "materials", "seed_table": "precompute", "vision_proj": "precompute", "companion": "export"}
+STAGE_OF = {
+    "material": "materials",
+    "seed_table": "precompute",
+    "vision_proj": "precompute",
+    "precompute_block": "precompute",
+    "companion": "export",
+    "card": "report",
+}
 _TRAIN = ("loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s")
 _VAL = ("val_cos", "val_rel_mse")
 _SILENCE = 3600.0
@@ -73,6 +80,8 @@ def training_rows(run: Path | str) -> list[Values]:
 
 class _Run:
     """What is read of a run."""
+
+    REPORT = ("report.html", "README.md")
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, time.time()
@@ -205,7 +214,7 @@ class _Run:
         return _made(earlier, {self.folder / "eval.json": self._time("trained.safetensors")})
 
     def _report(self, earlier: bool) -> Values:
-        return _made(earlier, {self.folder / "report.html": self._time("eval.json")})
+        return _made(earlier, dict.fromkeys(map(self.folder.joinpath, self.REPORT), self._time("eval.json")))
 
     def _pace(self, name: str, jobs: list[Values]) -> tuple[float | None, float | None]:
         """Units a second, and seconds until the stage is done."""
@@ -284,7 +293,7 @@ class _Run:
             "precompute": ["shards", "shards.json"],
             "train": ["checkpoints*", "trained.safetensors", "metrics.csv", "tensorboard"],
             "evaluate": ["eval.json"],
-            "report": ["report.html"],
+            "report": self.REPORT,
         }
         return [file for name in names[stage] for file in self.folder.glob(name)]
 
@@ -378,7 +387,7 @@ def _made(earlier: bool, files: dict[Path, float]) -> Values:
 
 def _stage(job: str) -> str | None:
     name = job.partition("-")[0]
-    name = _STAGE_OF.get(name, name)
+    name = STAGE_OF.get(name, name)
     return name if name in STAGES else None
 
 

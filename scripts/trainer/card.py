@@ -1,0 +1,111 @@
+"""The card of an adapter: the README.md that goes with its file to a repository of the hub.
+
+It names no path of this machine, and the same run gives the same bytes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from trainer import __version__, materials, results
+from trainer.config import Settings
+from trainer.files import sha256, write_text
+from trainer.results import Result
+
+
+def write_card(run_folder: Path, settings: Settings, out: Path) -> None:
+    """Write the card of a finished run.
+
+    Args:
+        run_folder: the run's folder, with materials.json, corpus.json, shards.json and eval.json.
+        settings: the run's settings.
+        out: the Markdown file.
+
+    Raises:
+        TrainerError: a file that the card needs is missing or damaged.
+    """
+    result = results.read(run_folder, settings)
+    page = results.environment(keep_trailing_newline=True)
+    page.filters["code"] = code
+    companion = result.pack.companion
+    text = page.get_template("card.md.j2").render(
+        version=__version__,
+        settings=settings,
+        pack=result.pack,
+        evaluation=result.evaluation,
+        metrics=result.evaluation["metrics"],
+        figure=result.figure,
+        figures=result.figures,
+        probes=result.probes,
+        command=result.command(absolute=False),
+        reference=result.reference(absolute=False),
+        gguf={"name": result.gguf.name, "bytes": result.gguf.stat().st_size, "sha256": sha256(result.gguf)},
+        corpus=result.corpus,
+        # A source is a preset, or a file or folder of the user's: where those lie is nobody's business.
+        sources=[(Path(name).name, counts) for name, counts in result.corpus["sources"].items()],
+        shards=result.shards,
+        materials=[
+            record | {"license": _license(settings, record), "file": Path(record["path"]).name}
+            for record in result.materials
+        ],
+        companion=Path(settings.companion or "").name,
+        companion_license=companion and _license(settings, {"id": companion.id, "package": None}),
+    )
+    write_text(out, f"---\n{_metadata(result).to_yaml()}\n---\n\n{text}")
+
+
+def _license(settings: Settings, record: dict[str, Any]) -> str:
+    found = materials.license_of(settings, record)
+    return f"{found}, as its {'package' if record['package'] else 'repository'} says" if found else "not known"
+
+
+def _metadata(result: Result) -> ModelCardData:
+    """What the hub reads of a card."""
+    settings, pack, evaluation = result.settings, result.pack, result.evaluation
+    figures = evaluation["metrics"]
+
+    def repositories(*roles: str) -> list[str] | None:
+        found = [it["repository"] for it in result.materials if it["role"] in roles and it["repository"]]
+        return list(dict.fromkeys(found)) or None
+
+    def measured(kind: str, name: str, metric: str, value: float, about: str) -> EvalResult:
+        return EvalResult(
+            task_type="feature-extraction",
+            dataset_type=kind,
+            dataset_name=name,
+            metric_type=metric,
+            metric_name=about,
+            metric_value=round(value, 6),
+        )
+
+    val, probe = (
+        ("validation-prompts", "validation prompts of this run"),
+        ("probe-prompts", "prompts of other kinds, the same for every run"),
+    )
+    evaluations = [
+        measured(*val, "cosine_similarity", figures[pack.metric], result.figure),
+        measured(*val, "cosine_similarity", figures["baseline_cos"], "mean baseline"),
+        measured(*val, "relative_mse", figures["rel_mse"], "relative squared error"),
+    ]
+    if "probe_cos" in figures:
+        evaluations.append(measured(*probe, "cosine_similarity", figures["probe_cos"], "cosine"))
+    usable = bool(pack.command) and not evaluation["synthetic"]
+    bases = repositories("teacher", "student")
+    return ModelCardData(
+        license=settings.publish.license,
+        base_model=bases,
+        base_model_relation="adapter" if bases else None,
+        datasets=repositories("prompts", "images"),
+        library_name="gguf",
+        pipeline_tag="text-to-image" if usable else None,
+        tags=["gguf-trainer", "adapter", "text-encoder", "distillation", pack.name, *(["ggk"] if usable else [])],
+        model_name=settings.export.name,
+        eval_results=evaluations,
+    )
+
+
+def code(text: str) -> str:
+    """A name as code, in a cell of a table."""
+    plain = " ".join(text.split()).replace("`", "'").replace("|", r"\|")
+    return f"`{plain}`"
