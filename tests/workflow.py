@@ -121,7 +121,7 @@ class Project:
     def control(self, action: str) -> str:
         """Call scripts/control.py on the run; gives what it printed."""
         command = [sys.executable, str(CHECKOUT / "scripts" / "control.py"), str(self.run), action]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False).stdout
 
     def json(self, name: str) -> Any:
         """A JSON file of the run."""
