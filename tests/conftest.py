@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 
 import pytest
 import tiny_models
@@ -30,3 +31,11 @@ def models(tmp_path_factory):
 def _nothing_goes_on():
     yield
     end_all()
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -77,14 +77,6 @@ def made(folder, **train):
     return settings, tiny_runs.make(settings)
 
 
-@pytest.fixture(autouse=True)
-def _signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A run of two processes from the start to the end."""

@@ -42,14 +42,6 @@ class Asked(control.Requests):
         assert checkpoints.read_meta(newest)["step"] == self.looks, "who asked would take an older one"
 
 
-@pytest.fixture(autouse=True)
-def _signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def go(settings, inputs, plan=lambda steps: steps, **asked):
     training.train(settings, inputs, plan, Asked(inputs.run, **asked), inputs.run / "trained.safetensors")
 
