@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch._dynamo.exc import TorchDynamoException
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer import adapters, checkpoints, devices, packs, recipe, scoring
@@ -364,7 +363,9 @@ class Trainer:
                 break
             except torch.OutOfMemoryError:
                 self._go_smaller(batch)
-            except TorchDynamoException as error:
+            except RuntimeError as error:
+                if not (self.adapter.compiled and _of_the_compiler(error)):
+                    raise
                 self.adapter.compiled = False
                 reason = str(error).strip().partition("\n")[0]
                 log.warning("train.compile: kernels cannot be made here (%s); going on without", reason)
@@ -438,6 +439,12 @@ class Pace:
         rate, share = (step - self._step) / seconds, (waited - self._waited) / seconds
         self._since, self._step, self._waited = now, step, waited
         return rate, share
+
+
+def _of_the_compiler(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException  # not at start: loading torch's compiler takes a second
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
