@@ -120,7 +120,7 @@ def test_status_and_doctor_agree_with_a_run_from_its_start_over_a_stop_and_a_kil
     assert any(job["what"] for found in seen for job in found["jobs"] if job["stage"] == "train")
 
     project.control("stop")
-    process.communicate(timeout=60)
+    process.wait(60)
     stopped = checked(project.run)
     assert (stopped["state"], stopped["jobs"]) == ("stopped", [])
     (problem,) = stopped["problems"]

@@ -92,7 +92,7 @@ def test_lowered_steps_end_a_running_training_at_once(tmp_path, models):
     while not state.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     made.write(train={"steps": 10})
-    output, _ = process.communicate(timeout=120)
+    output = process.output()
     assert process.returncode == 0, output[-4000:]
     assert "train.steps is now 10" in output
     assert (made.run / "eval.json").exists()
@@ -213,7 +213,6 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(tmp_path, models,
         process = made.start()
         time.sleep(chance.uniform(6, 20))
         if process.poll() is not None:
-            process.communicate()
             break
         made.kill(process)
     made.snakemake()
@@ -277,7 +276,7 @@ def test_a_second_workflow_can_snapshot_while_training_runs(tmp_path, models):
     assert (made.folder / entry["path"]).exists()
     assert process.poll() is None
     stopped = made.control("stop")
-    output, _ = process.communicate(timeout=120)
+    output = process.output()
     assert "stopped: train" in stopped
     assert "stopped at step" in output
     assert "Trying to restart" in output  # which is for faults: that one stopped, too
@@ -317,5 +316,5 @@ def test_two_runs_in_one_checkout_at_once_do_not_disturb_each_other(finished, un
     made.control("stop")
     assert training.poll() is None
     assert "train" in finished.control("stop")
-    output, _ = training.communicate(timeout=120)
+    output = training.output()
     assert "stopped at step" in output

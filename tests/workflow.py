@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,28 @@ def prompts(count: int, start: int = 0) -> list[str]:
     ]
 
 
-_started: list[subprocess.Popen] = []
+class Workflow(subprocess.Popen):
+    """A workflow in a process group of its own. What it prints goes to a file: a pipe that nobody reads would fill."""
+
+    def __init__(self, command: list[str], folder: Path, **variables: str) -> None:
+        self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
+        super().__init__(
+            command,
+            cwd=folder,
+            env=os.environ | variables,
+            stdout=self.printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def output(self, seconds: float = 120) -> str:
+        """Wait until it has ended; gives what it printed."""
+        self.wait(seconds)
+        self.printed.seek(0)
+        return self.printed.read()
+
+
+_started: list[Workflow] = []
 
 
 def end_all() -> None:
@@ -45,6 +67,7 @@ def end_all() -> None:
     for process in _started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+        process.printed.close()
     _started.clear()
 
 
@@ -82,16 +105,10 @@ class Project:
             *arguments,
         ]
 
-    def start(self, *arguments: str, online: bool = False) -> subprocess.Popen:
-        """Start a workflow in a process group of its own; only `online` may it ask a hub."""
-        process = subprocess.Popen(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=os.environ | {"HF_HUB_OFFLINE": str(int(not online)), "GGUF_TRAINER_MATERIALS": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+    def start(self, *arguments: str, online: bool = False) -> Workflow:
+        """Start a workflow; only `online` may it ask a hub."""
+        process = Workflow(
+            self.command(*arguments), self.folder, HF_HUB_OFFLINE=str(int(not online)), GGUF_TRAINER_MATERIALS=""
         )
         _started.append(process)
         return process
@@ -99,7 +116,7 @@ class Project:
     def snakemake(self, *arguments: str, fails: bool = False, online: bool = False) -> str:
         """Run a workflow to its end; gives what it printed."""
         process = self.start(*arguments, online=online)
-        output, _ = process.communicate(timeout=600)
+        output = process.output(600)
         assert (process.returncode != 0) == fails, output[-6000:]
         return output
 
@@ -112,10 +129,10 @@ class Project:
         rows = [line.split() for line in table]
         return {row[0]: int(row[1]) for row in rows[: [len(r) for r in rows].index(0)] if row[0] != "total"}
 
-    def kill(self, process: subprocess.Popen) -> None:
+    def kill(self, process: Workflow) -> None:
         """kill -9 of everything the workflow started."""
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
         subprocess.run(self.command("--unlock"), cwd=self.folder, capture_output=True, check=False)
 
     def control(self, action: str) -> str:
