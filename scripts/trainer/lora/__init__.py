@@ -1,0 +1,1 @@
+"""LoRA packs: a diffusion model learns what one's own pictures show."""
