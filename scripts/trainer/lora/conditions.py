@@ -14,6 +14,7 @@ digest of everything that the item depends on, checksums of its tensors and what
 is read, verified and used by itself, in whichever shard it is found.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -201,6 +202,11 @@ class Pool:
                 with suppress(ValueError):
                     return shard.item(id)
         return None
+
+
+def caption_digest(text: str) -> str:
+    """64 hex digits of what a caption says."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:

@@ -5,7 +5,6 @@ picture, or the hundreds of tokens that a caption is made to, keep a GPU busy.) 
 has, made from the same, is taken from there. Only what is new is computed, and if nothing is, no model is loaded.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -129,7 +128,7 @@ class Latents:
         """Of each variant: where it is, its pixels [3, H, W], and the mask [h, w] of its latents if there is one."""
         image = pictures.open_rgb(self.images / row["image"])
         mask = pictures.open_rgb(self.images / row["mask"]) if row["mask"] else None
-        return [(it, geometry.pixels(image, it), mask and geometry.mask(mask, it)) for it in self._placements(row)]
+        return [(it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it)) for it in self._placements(row)]
 
     def make(self, row: Row, prepared: Any) -> Made:
         """Tensors as in `conditions`."""
@@ -185,12 +184,7 @@ class Embeddings:
         """Tensors as the encoder gives them; which caption they are of, its tokens, and how many of them were cut."""
         wanted, taken = self.encoder.length(row["text"])
         [tensors] = self.encoder.encode([row["text"]])
-        return tensors, {"caption": caption_digest(row["text"]), "tokens": taken, "truncated": wanted - taken}
-
-
-def caption_digest(text: str) -> str:
-    """64 hex digits of what a caption says; a text's id is the first 16 of them."""
-    return hashlib.sha256(text.encode()).hexdigest()
+        return tensors, {"caption": conditions.caption_digest(row["text"]), "tokens": taken, "truncated": wanted - taken}
 
 
 @dataclass
