@@ -96,6 +96,9 @@ class Work(Protocol):
     def make(self, row: Row, prepared: Any) -> Made:
         """The tensors of the item of a row, and what its shard tells of it."""
 
+    def told(self, rows: list[Row], shard: Shard) -> dict[str, Any]:
+        """What the block's list tells of a shard besides, with the rows of its items."""
+
 
 class Latents:
     """Of all variants of pictures."""
@@ -128,7 +131,10 @@ class Latents:
         """Of each variant: where it is, its pixels [3, H, W], and the mask [h, w] of its latents if there is one."""
         image = pictures.open_rgb(self.images / row["image"])
         mask = pictures.open_rgb(self.images / row["mask"]) if row["mask"] else None
-        return [(it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it)) for it in self._placements(row)]
+        return [
+            (it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it))
+            for it in self._placements(row)
+        ]
 
     def make(self, row: Row, prepared: Any) -> Made:
         """Tensors as in `conditions`."""
@@ -143,6 +149,10 @@ class Latents:
             if mask is not None:
                 tensors[f"{variant}/mask"] = mask
         return tensors, {"bucket": row["bucket"], "variants": len(prepared)}
+
+    def told(self, rows: list[Row], shard: Shard) -> dict[str, Any]:
+        """Which caption is whose, which the shard itself does not depend on."""
+        return {"pairs": digest([[row["id"], row["text_id"], row["weight"]] for row in rows])}
 
     def _placements(self, row: Row) -> list[geometry.Placement]:
         size, bucket = (row["width"], row["height"]), tuple(row["bucket"])
@@ -184,7 +194,15 @@ class Embeddings:
         """Tensors as the encoder gives them; which caption they are of, its tokens, and how many of them were cut."""
         wanted, taken = self.encoder.length(row["text"])
         [tensors] = self.encoder.encode([row["text"]])
-        return tensors, {"caption": conditions.caption_digest(row["text"]), "tokens": taken, "truncated": wanted - taken}
+        return tensors, {
+            "caption": conditions.caption_digest(row["text"]),
+            "tokens": taken,
+            "truncated": wanted - taken,
+        }
+
+    def told(self, rows: list[Row], shard: Shard) -> dict[str, Any]:
+        """How many captions are cut off."""
+        return {"truncated": sum(bool(it["truncated"]) for it in shard.items.values())}
 
 
 @dataclass
@@ -424,18 +442,15 @@ class Block:
                 path.unlink(missing_ok=True)
 
     def _entry(self, file: Path) -> dict[str, Any]:
-        """A shard in the block's list; `pairs` tells of captions that changed hands, which leave shards as they are."""
+        """A shard in the block's list."""
         shard = Shard(file)
-        rows = [self.split.rows[id] for id in sorted(shard.items)]
-        pairs = {"pairs": digest([[it["id"], it["text_id"], it["weight"]] for it in rows])}
         return {
             "file": file.name,
             "samples": len(shard),
             "bytes": file.stat().st_size,
             "skipped": dict(Counter(it["reason"] for it in shard.header["skipped"])),
-            "truncated": sum(bool(it.get("truncated")) for it in shard.items.values()),
             "checksum": shard.header["checksum"],
-        } | (pairs if "text_id" in next(iter(rows), {}) else {})
+        } | self.work.told([self.split.rows[id] for id in sorted(shard.items)], shard)
 
     def _tell(self, files: list[Path]) -> None:
         """Say which items are skipped or cut off, also where that happened in an earlier job."""
