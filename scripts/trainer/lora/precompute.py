@@ -67,11 +67,12 @@ def _component(base: Record, folders: tuple[str, ...]) -> str:
 class Work(Protocol):
     """What is made of the rows of a split.
 
-    unit: what the rows are, for people.
+    unit, model: what the rows are, and what they go through, for people.
     made_from: what all items depend on.
     """
 
     unit: str
+    model: str
     made_from: dict[str, Any]
 
     def parts(self, row: Row) -> Any:
@@ -104,6 +105,7 @@ class Latents:
     """Of all variants of pictures."""
 
     unit = "pictures"
+    model = "VAE"
 
     def __init__(self, settings: Settings, folder: Path, made_from: dict[str, Any], images: Path) -> None:
         """By the VAE of a pipeline's folder, of pictures in the folder `images`."""
@@ -164,6 +166,7 @@ class Embeddings:
     """Of captions."""
 
     unit = "captions"
+    model = "text encoders"
 
     def __init__(self, settings: Settings, folder: Path, made_from: dict[str, Any]) -> None:
         """By the text encoders of a pipeline's folder."""
@@ -184,8 +187,8 @@ class Embeddings:
 
     def load(self, device: torch.device) -> None:
         """Load the text encoders."""
-        model = models.get(self.family.name)(self.folder)
-        self.encoder = model.text_encoder(devices.dtype(self.dtype, device), device)
+        loaded = models.get(self.family.name)(self.folder)
+        self.encoder = loaded.text_encoder(devices.dtype(self.dtype, device), device)
 
     def prepare(self, row: Row) -> None:
         """Nothing can be done ahead."""
@@ -330,18 +333,16 @@ class Block:
         here = {(id, item["key"]) for shard in self.pool.shards().values() for id, item in shard.items.items()}
         skipped = {it["id"] for shard in stale for it in shard.skipped}
         new = [id for shard in stale for id in shard.ids if (id, self.split.keys[id]) not in here and id not in skipped]
-        self.progress = Progress(f"{self.work.unit}: encode", len(new), self.work.unit)
+        self.new = len(new)
         self.device: torch.device | None = None
         for shard in stale:
             self._fill(shard)
 
     def _fill(self, shard: _Stale) -> None:
         """Make one shard; what was computed for it is kept if that does not come to an end."""
-        items, computed = {}, {}
         skipped = {it["id"] for it in shard.skipped}
-        for id in shard.ids:
-            if id not in skipped and (item := self.pool.take(id, self.split.keys[id])):
-                items[id] = item
+        items = self.pool.take({id: self.split.keys[id] for id in shard.ids if id not in skipped})
+        computed: dict[str, Item] = {}
         try:
             for entry in shard.skipped:
                 self._count(entry["id"], entry["reason"])
@@ -369,6 +370,7 @@ class Block:
             devices.budget(self.device, self.options.gpu_gib, self.options.ram_gib, self.granted)
             with self._memory("the model was loaded"):
                 self.work.load(self.device)
+            self.progress = Progress(f"{self.work.model} on {self.device}", self.new, self.work.unit)
         threads = _DECODERS if self.device.type == "cuda" else 1
         with ThreadPoolExecutor(threads) as pool:
             for row, prepared in in_order(pool, self._prepared, rows, threads + 1):
