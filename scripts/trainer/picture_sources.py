@@ -69,6 +69,14 @@ def folder(path: str) -> Source:
     return Source(path, len(names), pictures())
 
 
+def count(path: str) -> int:
+    """How many pictures are in a folder and below; 0 where it cannot be read."""
+    try:
+        return sum(name.lower().endswith(SUFFIXES) for name, _ in _below(path))
+    except OSError:
+        return 0
+
+
 def folder_digest(path: str) -> str:
     """A digest of the names, sizes and times of a folder's pictures and captions: another one if anything changed.
 

@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainer import adapters, checkpoints, devices, packs, recipe, scoring
 from trainer.batches import Batch
-from trainer.config import Settings, write_stage_settings
+from trainer.config import Settings, stage_settings, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import StoppedError, TrainerError
 from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
@@ -78,8 +78,7 @@ class Trainer:
         self.metric = packs.get(settings.pack).metric
         self.batch_tokens = self.options.batch_tokens or sys.maxsize
         self.made_from = {
-            "adapter": settings.adapter.fingerprint(),
-            "train": settings.train.fingerprint(),
+            **stage_settings(settings, "train")["train"],
             "shards": trained_on(inputs.index),
         }
         self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}
