@@ -241,6 +241,68 @@ class Train(Group):
     seed: int = fixed(42, "seed of the initial weights and of the order of samples", ge=0)
 
 
+class Pictures(Group):
+    """The pictures that a LoRA learns from, and how they are cut to what the model takes."""
+
+    folder: str | None = fixed(
+        None, "folder of the pictures; captions in 01.txt or 01.caption beside 01.jpg, or in metadata.jsonl"
+    )
+    caption_column: str = fixed("text", "key of the caption in the lines of metadata.jsonl and captions.jsonl")
+    instance_prompt: str | None = fixed(None, "caption of pictures that have none, such as `a photo of sks dog`")
+    uncaptioned: Literal["error", "skip", "empty"] = fixed(
+        "error", "pictures without any caption: stop, leave them out (listed in corpus.json), or train them without one"
+    )
+    resolution: int | None = fixed(
+        None, "pixels a side of a square; other shapes have about its area; null: the family's", ge=64, multiple_of=64
+    )
+    ratios: int = fixed(
+        9, "ratios of width to height, from 1:2 to 2:1, that pictures are cropped to; odd; 1: squares", ge=1, le=33
+    )
+    min_side: int = fixed(256, "pictures with a shorter side are warned of", ge=1)
+    crop: Literal["center", "random"] = fixed("center", "where a picture is cut to the ratio of its bucket")
+    variants: int = fixed(1, "random crops of each picture", ge=1, le=16)
+    flip: bool = fixed(False, "train on mirrored pictures as well; not where text, logos or faces matter")
+    masks: bool = fixed(False, "take 01-mask.png beside 01.jpg as the weight of its pixels: white counts, black not")
+    regularization: str | None = fixed(
+        None, "folder of pictures of the class, with captions, so that the model does not forget it; null: none"
+    )
+    regularization_weight: float = fixed(1.0, "weight of their loss", gt=0, le=100)
+    holdout: float = fixed(
+        0.1,
+        "share of the pictures, by a hash of what they show, that are kept for validation; of fewer than 10 none is, "
+        "and the training pictures are validated on",
+        ge=0,
+        le=0.5,
+    )
+    max_bad_fraction: float = live(
+        0.05,
+        "broken pictures are left out (listed in corpus.json), but more than this share of a folder stop the run",
+        ge=0,
+        le=1,
+    )
+    seed: int = fixed(8, "seed of the holdout and of random crops", ge=0)
+
+    @field_validator("folder", "regularization")
+    @classmethod
+    def _home(cls, value: str | None) -> str | None:
+        return value and str(Path(value).expanduser())
+
+    @field_validator("caption_column", mode="before")
+    @classmethod
+    def _blank(cls, value: Any) -> Any:
+        return "text" if value is None or not str(value).strip() else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Pictures":
+        if self.ratios % 2 == 0:
+            raise ValueError(f"ratios is {self.ratios}: it must be odd, so that squares are among them")
+        if self.variants > 1 and self.crop != "random":
+            raise ValueError("variants are random crops: set crop to random, or variants to 1")
+        if self.regularization and self.regularization == self.folder:
+            raise ValueError("regularization is the same folder as folder: its pictures would be trained on twice")
+        return self
+
+
 class Export(Group):
     """The adapter file."""
 
