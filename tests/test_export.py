@@ -111,8 +111,8 @@ def test_what_maps_pictures_into_the_student_is_handed_on_as_it_came(every, pack
     assert np.array_equal(export.read_arrays(out)["adapter.vision_proj.weight"], given.numpy())
     state = load_file(inputs.run / "checkpoints" / "state.safetensors")
     assert torch.equal(state["model.vision_proj.weight"], given)
-    assert "exp_avg.vision_proj.weight" not in state
-    assert "exp_avg.vis_in.weight" in state
+    assert "optimizer.vision_proj.weight/exp_avg" not in state
+    assert "optimizer.vis_in.weight/exp_avg" in state
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from trainer import aliases, packs, picture_sources, probe, shard_index
 from trainer.corpus_files import Split
 from trainer.errors import TrainerError
 from trainer.files import digest, write_if_changed
-from trainer.lora import bases, families
+from trainer.lora import bases, captions, families
 from trainer.packs.base import AdapterPack, Kind, LoraPack
 
 Preset = Literal["demo", "gustavosta", "midjourney", "diffusiondb", "vidprom"]
@@ -66,13 +66,14 @@ class Group(BaseModel):
     @classmethod
     def _blank(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[str(info.field_name)]
-        if not (isinstance(value, str) and value.strip().lower() in ("null", "none", "~", "")):
+        text = "" if value is None else value.strip().lower() if isinstance(value, str) else None
+        if text not in ("null", "none", "~", ""):
             return value
         if NoneType in get_args(field.annotation):
             return None
         if field.annotation is bool:
             return False
-        return field.default if field.annotation is str and not value.strip() else value
+        return field.default if field.annotation is str and not text else value
 
     @classmethod
     def kind(cls, name: str) -> Kind | None:
@@ -179,34 +180,47 @@ class Corpus(Group):
 
 
 class Pictures(Group):
-    """The pictures that a LoRA learns from, and their captions."""
+    """The pictures that a LoRA learns from, and how they are cut to what the model takes."""
 
     of = "LoRAs"
 
-    folder: str | None = fixed(None, "folder with your pictures; null: the pack's, which only lora_demo has")
-    caption_column: str = fixed("text", "what captions are called in metadata.jsonl and captions.jsonl")
+    folder: str | None = fixed(
+        None, "folder of the pictures; captions in 01.txt or 01.caption beside 01.jpg, or in metadata.jsonl"
+    )
+    caption_column: str = fixed("text", "key of the caption in the lines of metadata.jsonl and captions.jsonl")
     instance_prompt: str | None = fixed(None, "caption of pictures that have none, such as `a photo of sks dog`")
     uncaptioned: Literal["error", "skip", "empty"] = fixed(
-        "error", "pictures without a caption: error stops the run, skip leaves them out, empty gives them none"
+        "error", "pictures without any caption: stop, leave them out (listed in corpus.json), or train them without one"
     )
     resolution: int | None = fixed(
-        None, "side of a square with the area that pictures are scaled to; null: the family's", ge=64, multiple_of=64
+        None, "pixels a side of a square; other shapes have about its area; null: the family's", ge=64, multiple_of=64
     )
-    ratios: int = fixed(9, "aspect ratios that pictures are rounded to; 1: all become squares", ge=1, le=99)
-    min_side: int = fixed(256, "pictures with a shorter side, in pixels, are warned of", ge=1)
-    crop: Literal["center", "random"] = fixed("center", "which part is kept of a picture of another ratio")
-    variants: int = fixed(1, "crops of each picture; more than one only with crop: random", ge=1, le=16)
-    flip: bool = fixed(False, "also train on mirrored pictures: not where text or sides matter")
-    masks: bool = fixed(False, "weigh the loss by 01-mask.png beside 01.jpg: white is learnt, black is not")
+    ratios: int = fixed(
+        9, "ratios of width to height, from 1:2 to 2:1, that pictures are cropped to; odd; 1: squares", ge=1, le=33
+    )
+    min_side: int = fixed(256, "pictures with a shorter side are warned of", ge=1)
+    crop: Literal["center", "random"] = fixed("center", "where a picture is cut to the ratio of its bucket")
+    variants: int = fixed(1, "random crops of each picture", ge=1, le=16)
+    flip: bool = fixed(False, "train on mirrored pictures as well; not where text, logos or faces matter")
+    masks: bool = fixed(False, "take 01-mask.png beside 01.jpg as the weight of its pixels: white counts, black not")
     regularization: str | None = fixed(
-        None, "folder with pictures of the class that yours is of (prior preservation); null: none"
+        None, "folder of pictures of the class, with captions, so that the model does not forget it; null: none"
     )
-    regularization_weight: float = fixed(1.0, "weight of their loss", ge=0)
+    regularization_weight: float = fixed(1.0, "weight of their loss", gt=0, le=100)
     holdout: float = fixed(
-        0.1, "share of pictures for validation; of fewer than 10 none is held out, and all are validated on", ge=0, lt=1
+        0.1,
+        "share of the pictures, by a hash of what they show, that are kept for validation; of fewer than 10 none is, "
+        "and the training pictures are validated on",
+        ge=0,
+        le=0.5,
     )
-    max_bad_fraction: float = live(0.05, "broken pictures beyond this share stop the run", ge=0, le=1)
-    seed: int = fixed(8, "seed of the split and of random crops", ge=0, le=_SEEDS)
+    max_bad_fraction: float = live(
+        0.05,
+        "broken pictures are left out (listed in corpus.json), but more than this share of a folder stop the run",
+        ge=0,
+        le=1,
+    )
+    seed: int = fixed(8, "seed of the holdout and of random crops", ge=0, le=_SEEDS)
 
     @field_validator("folder", "regularization")
     @classmethod
@@ -215,8 +229,12 @@ class Pictures(Group):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Pictures":
+        if self.ratios % 2 == 0:
+            raise ValueError(f"ratios is {self.ratios}: it must be odd, so that squares are among them")
         if self.variants > 1 and self.crop != "random":
-            raise ValueError(f"variants is {self.variants}, and only random crops differ: set crop to random")
+            raise ValueError("variants are random crops: set crop to random, or variants to 1")
+        if self.regularization and self.regularization == self.folder:
+            raise ValueError("regularization is the same folder as folder: its pictures would be trained on twice")
         return self
 
 
@@ -719,8 +737,10 @@ def stage_settings(settings: Settings, *only: str) -> dict[str, Any]:
 
 def _folders(settings: Settings) -> dict[str, Any]:
     """Digests of what lies in folders that the corpus is built from."""
-    folders = [*settings.corpus.image_folders, settings.pictures.folder, settings.pictures.regularization]
-    found = {path: picture_sources.folder_digest(path) for path in filter(None, folders)}
+    found = {path: picture_sources.folder_digest(path) for path in settings.corpus.image_folders}
+    for name in ("folder", "regularization"):
+        if path := getattr(settings.pictures, name):
+            found[path] = captions.folder_digest(path, f"pictures.{name}")
     return {"image_folders": found} if found else {}
 
 
@@ -745,6 +765,8 @@ def _adapter_stages(settings: Settings, pack: AdapterPack) -> dict[str, Any]:
 
 
 def _lora_stages(settings: Settings, pack: LoraPack) -> dict[str, Any]:
+    if not (settings.pictures.folder or pack.pictures):
+        raise TrainerError(f"the pack {pack.name} learns from your pictures: set pictures.folder to their folder")
     pictures, lora = settings.pictures.fingerprint(pack.kinds), settings.lora.fingerprint(pack.kinds)
     base = {"base": lora.pop("base")}
     return {

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from trainer.batches import Batch
 from trainer.samples import Samples
 from trainer.shards import Shard
+
+_Batch = TypeVar("_Batch")
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,57 @@ class Order:
             number += 1
 
 
-class Loader:
-    """Batches of the stream from a position on, made by a thread ahead of training.
-
-    Where several processes train together, each reads everything and has its share of every batch.
+class Ahead(Generic[_Batch]):
+    """Batches that a thread makes ahead of training.
 
     waited: seconds that training has waited for batches.
+    """
+
+    def __init__(self, batches: Iterator[tuple[_Batch, int]], pin: bool) -> None:
+        """`batches` are those to make, without an end; their tensors go to pinned memory if asked for."""
+        self.waited = 0.0
+        self._made, self._pin = batches, pin
+        self._queue: queue.Queue[tuple[_Batch, int] | BaseException] = queue.Queue(maxsize=2)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> tuple[_Batch, int]:
+        """This process's share of the next batch, and how much the whole batch counts.
+
+        Raises:
+            TrainerError: a shard is damaged (it was set aside).
+        """
+        start = time.monotonic()
+        item = self._queue.get()
+        self.waited += time.monotonic() - start
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+        while self._thread.is_alive():
+            with self._queue.mutex:
+                self._queue.queue.clear()
+                self._queue.not_full.notify()
+            self._thread.join(0.05)
+
+    def _run(self) -> None:
+        try:
+            for batch, count in self._made:
+                self._queue.put((batch.pin() if self._pin else batch, count))
+                if self._closed.is_set():
+                    return
+        except Exception as error:
+            self._queue.put(error)
+
+
+class Loader(Ahead[Batch]):
+    """Batches of the stream from a position on; what they count is their target rows.
+
+    Where several processes train together, each reads everything and has its share of every batch.
     """
 
     def __init__(
@@ -110,50 +158,19 @@ class Loader:
     ) -> None:
         self.shards = shards
         self.order = Order(chunks_of(self.shards), seed, window)
-        self.waited = 0.0
-        self._size, self._queries, self._pin, self._rank, self._processes = size, queries, pin, rank, processes
-        self._queue: queue.Queue[tuple[Batch, int] | BaseException] = queue.Queue(maxsize=2)
-        self._closed = threading.Event()
+        self._size, self._queries, self._rank, self._processes = size, queries, rank, processes
         self._reader = ThreadPoolExecutor(1, "reader")
-        self._thread = threading.Thread(target=self._run, args=(position,), daemon=True)
-        self._thread.start()
+        super().__init__(self._batches(position), pin)
 
     @property
     def bytes_read(self) -> int:
         """Bytes of rows read from the files."""
         return sum(shard.bytes_read for shard in self.shards)
 
-    def __next__(self) -> tuple[Batch, int]:
-        """This process's share of the next batch, and the number of target rows of the whole batch.
-
-        Raises:
-            TrainerError: a shard is damaged (it was set aside).
-        """
-        start = time.monotonic()
-        item = self._queue.get()
-        self.waited += time.monotonic() - start
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
     def close(self) -> None:
         """Stop the threads."""
-        self._closed.set()
-        while self._thread.is_alive():
-            with self._queue.mutex:
-                self._queue.queue.clear()
-                self._queue.not_full.notify()
-            self._thread.join(0.05)
+        super().close()
         self._reader.shutdown(cancel_futures=True)
-
-    def _run(self, position: int) -> None:
-        try:
-            for batch, rows in self._batches(position):
-                self._queue.put((batch.pin() if self._pin else batch, rows))
-                if self._closed.is_set():
-                    return
-        except Exception as error:
-            self._queue.put(error)
 
     def _batches(self, position: int) -> Iterator[tuple[Batch, int]]:
         pieces: list[tuple[Samples, np.ndarray]] = []

@@ -57,7 +57,7 @@ class Store:
             Each of `found`, in its order, and the picture that it is, or why it cannot be read.
         """
         with ThreadPoolExecutor(threads) as pool, open(self.folder / INDEX, "a", encoding="utf-8") as index:
-            for picture, (file, result) in _in_order(pool, self._examine, found, threads * _AHEAD):
+            for picture, (file, result) in in_order(pool, self._examine, found, threads * _AHEAD):
                 if isinstance(result, pictures.Measured):
                     result = self._keep(picture.data, result)
                     self._known[file] = result
@@ -118,7 +118,7 @@ class Store:
         return Stored(name, measured.thumbnail)
 
 
-def _in_order(
+def in_order(
     pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int
 ) -> Iterator[tuple[_Item, _Result]]:
     """What a pool makes of items, in their order; at most `ahead` of them are waiting at a time."""

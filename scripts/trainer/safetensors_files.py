@@ -63,6 +63,11 @@ def _stored(path: Path, base: int, entry: dict) -> Stored:
     return Stored(path, dtype, shape, base + start, end - start)
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in main memory; those of one without gaps are its own, and can be written to."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 def read(handle: int, start: int, out: memoryview) -> None:
     """Fill `out` with the bytes of an open file from `start` on.
 

@@ -212,12 +212,8 @@ def _checksum_of(tensors: dict[str, torch.Tensor], described: str = "") -> str:
     state = xxhash.xxh3_128(described.encode())
     for name in sorted(tensors):
         state.update(name.encode())
-        state.update(_bytes_of(tensors[name]))
+        state.update(safetensors_files.bytes_of(tensors[name]))
     return state.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
 
 
 @dataclass
@@ -335,7 +331,7 @@ class Shard:
         try:
             for stored, into in wanted:
                 if into.numel():
-                    safetensors_files.read(handle, stored.start, _bytes_of(into))
+                    safetensors_files.read(handle, stored.start, safetensors_files.bytes_of(into))
         finally:
             os.close(handle)
 
