@@ -21,11 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import torch
 from trainer import adapters, checkpoints, config, scoring
+from trainer.adapter_task import AdapterTask, Inputs
 from trainer.config import Settings
 from trainer.files import read_json
 from trainer.shard_index import listed
 from trainer.shards import Shard
-from trainer.training import Inputs, Trainer
+from trainer.training import Trainer
 from training import plain
 
 REFERENCE = {"recipe": "reference", "lr": 2e-4, "warmup": 100, "cos_weight": 0.5}
@@ -34,7 +35,7 @@ Curve = list[tuple[int, float, float]]
 
 def train(settings: Settings, steps: int, every: int) -> tuple[Curve, Trainer]:
     """(step, seconds, validation cosine) while training, and what was trained."""
-    trainer = Trainer(settings, Inputs.read(settings), lambda planned: planned)
+    trainer = Trainer(settings, AdapterTask, lambda planned: planned)
     loader, curve, seconds = trainer.loader(), [], 0.0
     while trainer.step < steps:
         start = time.perf_counter()
@@ -42,7 +43,7 @@ def train(settings: Settings, steps: int, every: int) -> tuple[Curve, Trainer]:
         trainer.step += 1
         seconds += time.perf_counter() - start
         if trainer.step % every == 0 or trainer.step in (25, 50, 75) or trainer.step == steps:
-            curve.append((trainer.step, seconds, trainer.validate()[trainer.metric]))
+            curve.append((trainer.step, seconds, trainer.validate()[trainer.main_figure]))
             print(f"  step {curve[-1][0]}: {curve[-1][2]:.4f} after {seconds:.0f} s", file=sys.stderr, flush=True)
     loader.close()
     return curve, trainer
@@ -52,9 +53,10 @@ def others(trainer: Trainer, run: Path) -> dict[str, float]:
     """The cosine on prompts of other kinds than those trained on, by kind."""
     kinds = {row["id"]: row["source"] for row in map(json.loads, (run / "corpus" / "probe.jsonl").open())}
     shards = [Shard(path) for path in listed(run, read_json(run / "shards.json"), "probe")]
-    weights, scale = checkpoints.unpack(trainer._packed())
+    task = trainer.task
+    weights, scale = checkpoints.unpack(task.weights())
     predict = scoring.predictor(adapters.of(weights), scale)
-    scores = scoring.score(predict, scoring.batches(shards, 32, trainer.queries), scale.mean, trainer.metric)
+    scores = scoring.score(predict, scoring.batches(shards, 32, task.queries), scale.mean, task.metric)
     found: dict[str, list[float]] = {}
     for id, cosine in scores.by_sample.items():
         found.setdefault(kinds[id], []).append(cosine)

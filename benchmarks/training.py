@@ -24,12 +24,13 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cosine_similarity
 from trainer import checkpoints, config, shards
+from trainer.adapter_task import AdapterTask, Inputs
 from trainer.adapters.resampler import Resampler
 from trainer.batches import Batch
 from trainer.config import Settings
 from trainer.files import write_json
 from trainer.loading import Loader
-from trainer.training import Inputs, Trainer
+from trainer.training import Trainer
 
 
 def make_run(folder: Path, options: argparse.Namespace) -> tuple[Settings, Inputs]:
@@ -74,9 +75,9 @@ def make_sample(id: str, slots: int, shape: config.Adapter, random: torch.Genera
     return shards.Rows(id, ids, student.bfloat16(), target.bfloat16())
 
 
-def ours(settings: Settings, inputs: Inputs) -> tuple[Callable[[], None], Loader]:
+def ours(settings: Settings) -> tuple[Callable[[], None], Loader]:
     """A step of this project, and what gives it batches."""
-    trainer = Trainer(settings, inputs, lambda steps: steps)
+    trainer = Trainer(settings, AdapterTask, lambda steps: steps)
     loader = trainer.loader()
 
     def step() -> None:
@@ -150,7 +151,7 @@ def main() -> None:
     logging.getLogger("trainer").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         settings, inputs = make_run(Path(folder), options)
-        our_step, loader = ours(settings, inputs)
+        our_step, loader = ours(settings)
         ways = {"ours": our_step, "plain": plain(settings, inputs)}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(options.rounds + 1):

@@ -5,7 +5,7 @@ from trainer import config, processes, train_process
 from trainer.job import job
 
 settings = config.load(snakemake.params.settings)
-task = {
+assignment = {
     "settings": settings.model_dump(),
     "configfiles": snakemake.params.configfiles,
     "overrides": snakemake.params.overrides,
@@ -14,8 +14,8 @@ task = {
 }
 if settings.train.processes == 1:
     torch.set_num_threads(snakemake.threads)
-    train_process.run(task)
+    train_process.run(assignment)
 else:
     with job(snakemake.log[0]):
         processes.check(settings.train)
-        processes.launch(settings.train.processes, task, snakemake.threads)
+        processes.launch(settings.train.processes, assignment, snakemake.threads)

@@ -18,7 +18,8 @@ import tiny_runs
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
-from trainer import checkpoints, processes, status, train_process, training
+from trainer import checkpoints, processes, status, train_process
+from trainer.adapter_task import Inputs
 from trainer.config import Train
 from trainer.errors import TrainerError
 
@@ -119,7 +120,7 @@ def test_two_processes_stopped_and_resumed_end_in_the_same_bytes(undisturbed, tm
 def test_a_run_of_two_processes_goes_on_with_one_at_the_same_sample(undisturbed, tmp_path):
     shutil.copytree(undisturbed.run, tmp_path / "runs" / "tiny")
     settings = tiny_runs.settings(tmp_path, steps=310, save_every=50, val_every=100, device="cpu")
-    inputs = training.Inputs.read(settings)
+    inputs = Inputs.read(settings)
     train_process.run(task(settings, inputs))
     assert checkpoints.read_meta(inputs.run / "checkpoints" / "state.safetensors")["step"] == 310
     log = (inputs.run / "logs" / "train.log").read_text()
@@ -143,7 +144,7 @@ FULL = """
 import errno, safetensors.torch
 
 def full(tensors, *more, **options):
-    if any(name.startswith("exp_avg") for name in tensors):
+    if any(name.startswith("optimizer.") for name in tensors):
         raise OSError(errno.ENOSPC, "No space left on device")
     save(tensors, *more, **options)
 
@@ -152,8 +153,8 @@ save, safetensors.torch.save_file = safetensors.torch.save_file, full
 
 
 def test_gradients_are_sent_in_their_own_type(tmp_path, monkeypatch):
-    settings, inputs = made(tmp_path, processes=1)
-    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    settings, _ = made(tmp_path, processes=1)
+    trainer = tiny_runs.trainer(settings)
     sent = []
     monkeypatch.setattr(processes, "reduce", lambda tensor, how: sent.append(tensor) or 2 * tensor)
     trainer.together.size = 2
@@ -161,7 +162,7 @@ def test_gradients_are_sent_in_their_own_type(tmp_path, monkeypatch):
     trainer._step(*next(loader))
     loader.close()
     large = [tensor for tensor in sent if tensor.numel() > 3]
-    assert sum(tensor.numel() for tensor in large) == sum(it.numel() for it in trainer.adapter.parameters())
+    assert sum(tensor.numel() for tensor in large) == sum(it.numel() for it in trainer.task.module.parameters())
     assert {tensor.dtype for tensor in large} == {torch.float32}
 
 

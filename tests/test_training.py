@@ -14,7 +14,8 @@ import pytest
 import tiny_runs
 import torch
 from safetensors.torch import load_file
-from trainer import checkpoints, config, control, devices, recipe, scoring, training
+from trainer import checkpoints, config, control, devices, recipe, scoring, shards, training
+from trainer.adapter_task import AdapterTask
 from trainer.adapters import layers
 from trainer.config import Train
 from trainer.errors import TrainerError
@@ -43,7 +44,7 @@ class Asked(control.Requests):
 
 
 def go(settings, inputs, plan=lambda steps: steps, **asked):
-    training.train(settings, inputs, plan, Asked(inputs.run, **asked), inputs.run / "trained.safetensors")
+    training.train(settings, AdapterTask, plan, Asked(inputs.run, **asked), inputs.run / "trained.safetensors")
 
 
 def weights(settings):
@@ -97,7 +98,7 @@ def test_the_metric_of_the_pack_decides_which_checkpoint_is_best(tmp_path, monke
     for pack, best in (("pixart", 20), ("llada_image", 10)):
         figures = zip([0.991, 0.992, 0.993, 0.994], [0.2, 0.6, 0.4, 0.5], strict=True)
         prepared = iter([{"cos": cos, "cos_centered": centred, "rel_mse": 0.1} for cos, centred in figures])
-        monkeypatch.setattr(training.Trainer, "validate", lambda self, prepared=prepared: next(prepared))
+        monkeypatch.setattr(AdapterTask, "validate", lambda self, prepared=prepared: next(prepared))
         settings = tiny_runs.settings(tmp_path, pack)
         inputs = tiny_runs.make(settings)
         go(settings, inputs)
@@ -125,20 +126,21 @@ def test_where_rows_share_a_large_offset_only_the_centred_cosine_tells_adapters_
 @pytest.mark.parametrize("pack", tiny_runs.PACKS)
 def test_the_loss_is_that_of_the_contract(tmp_path, pack):
     settings = tiny_runs.settings(tmp_path, pack, cos_weight=0.7)
-    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
-    trainer.autocast = False
-    shard = training.Shard(trainer.inputs.train[0])
+    tiny_runs.make(settings)
+    trainer = tiny_runs.trainer(settings)
+    trainer.task.autocast = False
+    shard = shards.Shard(trainer.task.inputs.train[0])
     batch = tiny_runs.batch(shard, range(6), settings.adapter.queries)
     sums = trainer._gradients(batch, len(batch.target))
     figures = dict(zip(("loss", "mse", "cos"), sums / len(batch.target), strict=True))
-    scale, squared, cosines = trainer.scale, [], []
+    scale, squared, cosines = trainer.task.scale, [], []
     for number, row in enumerate(tiny_runs.read(shard)[:6]):
         alone = tiny_runs.batch(shard, [number], settings.adapter.queries)
-        if trainer.vocabulary:
-            alone = trainer.vocabulary.numbered(alone)
+        if trainer.task.vocabulary:
+            alone = trainer.task.vocabulary.numbered(alone)
         student = (row.student.float() - scale.student_mean) / scale.student_std
         vision = None if row.vision is None else row.vision.float() / scale.vision_rms
-        predicted = trainer.adapter(replace(alone, student=student, vision=vision))
+        predicted = trainer.task.module(replace(alone, student=student, vision=vision))
         target = (row.target.float() - scale.target_mean) / scale.target_std
         squared += (predicted - target).square().mean(1).tolist()
         if pack != "llada_image":  # of raw rows
@@ -226,6 +228,22 @@ def test_another_learning_rate_starts_over_and_keeps_the_old_checkpoints(tmp_pat
     assert_same(weights(changed), weights(plain))
 
 
+def test_a_state_that_another_version_left_starts_over_and_is_kept(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(training.log, "propagate", True)
+    caplog.set_level("INFO", "trainer")
+    settings = tiny_runs.settings(tmp_path)
+    inputs = tiny_runs.make(settings)
+    go(settings, inputs)
+    state = inputs.run / "checkpoints" / "state.safetensors"
+    tensors, meta = checkpoints.load(state)
+    del meta["optimizer"]
+    checkpoints.save(state, tensors, meta)
+    go(settings, inputs)
+    assert "another version of this program" in caplog.text
+    (stale,) = inputs.run.glob("checkpoints.stale-*")
+    assert checkpoints.read_meta(stale / "best.safetensors")["step"]
+
+
 def test_a_snapshot_request_keeps_the_step_and_changes_nothing_else(tmp_path):
     plain = tiny_runs.settings(tmp_path / "a")
     go(plain, tiny_runs.make(plain))
@@ -240,18 +258,19 @@ def test_a_snapshot_request_keeps_the_step_and_changes_nothing_else(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, pack, dtype, monkeypatch):
     settings = tiny_runs.settings(tmp_path, "mageflow" if pack == "plain" else pack)
-    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
-    trainer.autocast = False  # equal up to f32 rounding; in bf16, up to that of bf16
-    trainer.adapter.to(dtype)
+    tiny_runs.make(settings)
+    trainer = tiny_runs.trainer(settings)
+    trainer.task.autocast = False  # equal up to f32 rounding; in bf16, up to that of bf16
+    trainer.task.module.to(dtype)
     if dtype == torch.float64:
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    batch = tiny_runs.batch(trainer.train[0], range(17), settings.adapter.queries)
+    batch = tiny_runs.batch(trainer.task.train[0], range(17), settings.adapter.queries)
     size = max(student + target for student, target in zip(batch.lengths, batch.counts, strict=True))
     gradients = []
     for tokens in (10**9, 1, size, 2 * size, 5 * size):
-        trainer.batch_tokens = tokens
+        trainer.task.batch_tokens = tokens
         trainer._gradients(batch, len(batch.target))
-        gradients.append(torch.cat([p.grad.double().flatten() for p in trainer.adapter.parameters()]))
+        gradients.append(torch.cat([p.grad.double().flatten() for p in trainer.task.module.parameters()]))
     for other in gradients[1:]:
         assert (gradients[0] - other).norm() <= (1e-6 if dtype == torch.float32 else 1e-14) * gradients[0].norm()
 
@@ -259,26 +278,28 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, pack, dtyp
 @pytest.mark.parametrize("pack", tiny_runs.PACKS)
 def test_gradients_of_the_shares_of_processes_add_up_to_those_of_the_batch(tmp_path, pack):
     settings = tiny_runs.settings(tmp_path, pack)
-    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
-    trainer.autocast = False
+    tiny_runs.make(settings)
+    trainer = tiny_runs.trainer(settings)
+    trainer.task.autocast = False
     gradients = []
     for rank, count in ((0, 1), (0, 3), (1, 3), (2, 3)):
         options = {"seed": 1, "window": 10**9, "position": 0, "size": 17, "pin": False}
-        loader = Loader(trainer.train, settings.adapter.queries, **options, rank=rank, processes=count)
+        loader = Loader(trainer.task.train, settings.adapter.queries, **options, rank=rank, processes=count)
         trainer._gradients(*next(loader))
         loader.close()
-        gradients.append(torch.cat([p.grad.double().flatten() for p in trainer.adapter.parameters()]))
+        gradients.append(torch.cat([p.grad.double().flatten() for p in trainer.task.module.parameters()]))
     assert (gradients[0] - sum(gradients[1:])).norm() <= 1e-6 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("pack", tiny_runs.PACKS)
 def test_out_of_memory_goes_on_with_smaller_parts_and_then_recomputed_blocks(tmp_path, pack, monkeypatch):
     settings = tiny_runs.settings(tmp_path, pack)
-    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
-    trainer.autocast = False
-    batch = tiny_runs.batch(trainer.train[0], range(17), settings.adapter.queries)
+    tiny_runs.make(settings)
+    trainer = tiny_runs.trainer(settings)
+    trainer.task.autocast = False
+    batch = tiny_runs.batch(trainer.task.train[0], range(17), settings.adapter.queries)
     trainer._gradients(batch, len(batch.target))
-    expected = torch.cat([p.grad.flatten() for p in trainer.adapter.parameters()])
+    expected = torch.cat([p.grad.flatten() for p in trainer.task.module.parameters()])
     score, sizes = scoring.loss, []
 
     def short(adapter, scale, part, *more):
@@ -288,9 +309,9 @@ def test_out_of_memory_goes_on_with_smaller_parts_and_then_recomputed_blocks(tmp
         return score(adapter, scale, part, *more)
 
     monkeypatch.setattr(scoring, "loss", short)
-    trainer.options = settings.train.model_copy(update={"lr": 0.0, "grad_clip": 0})
+    trainer.options = trainer.task.options = settings.train.model_copy(update={"lr": 0.0, "grad_clip": 0})
     trainer._step(batch, len(batch.target))
-    found = torch.cat([p.grad.flatten() for p in trainer.adapter.parameters()])
+    found = torch.cat([p.grad.flatten() for p in trainer.task.module.parameters()])
     assert (found - expected).norm() <= 1e-6 * expected.norm()
     assert sizes[-17:] == [1] * 17
     monkeypatch.setattr(scoring, "loss", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("still")))
@@ -301,14 +322,14 @@ def test_out_of_memory_goes_on_with_smaller_parts_and_then_recomputed_blocks(tmp
 def test_compiled_blocks_give_the_same_gradients_and_resume_to_the_byte(tmp_path):
     settings = tiny_runs.settings(tmp_path / "a", compile=True)
     inputs = tiny_runs.make(settings)
-    trainer = training.Trainer(settings, inputs, lambda steps: steps)
-    trainer.autocast = False
-    batch = tiny_runs.batch(trainer.train[0], range(8), tiny_runs.QUERIES)
+    trainer = tiny_runs.trainer(settings)
+    trainer.task.autocast = False
+    batch = tiny_runs.batch(trainer.task.train[0], range(8), tiny_runs.QUERIES)
     gradients = []
     for compiled in (True, False):
-        trainer.adapter.compiled = compiled
+        trainer.task.module.compiled = compiled
         trainer._gradients(batch, len(batch.target))
-        gradients.append(torch.cat([p.grad.flatten() for p in trainer.adapter.parameters()]))
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.task.module.parameters()]))
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
     go(settings, inputs)
     broken = tiny_runs.settings(tmp_path / "b", compile=True)
@@ -321,7 +342,8 @@ def test_compiled_blocks_give_the_same_gradients_and_resume_to_the_byte(tmp_path
 
 def test_validation_compiles_nothing_so_that_its_figures_are_those_of_evaluation(tmp_path, monkeypatch):
     settings = tiny_runs.settings(tmp_path, compile=True)
-    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
+    tiny_runs.make(settings)
+    trainer = tiny_runs.trainer(settings)
     monkeypatch.setattr(layers, "_compiled", None)
     assert trainer.validate()["cos"]
 
@@ -332,7 +354,7 @@ def test_training_ends_at_the_next_step_when_nothing_can_be_written(tmp_path, mo
 
     settings = tiny_runs.settings(tmp_path, steps=100000, val_every=100000, save_every=40, log_every=100000)
     inputs = tiny_runs.make(settings)
-    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    trainer = tiny_runs.trainer(settings)
     monkeypatch.setattr(checkpoints, "save", full)
     with pytest.raises(TrainerError, match="the disk is full"):
         trainer.run(Asked(inputs.run))
@@ -342,7 +364,7 @@ def test_training_ends_at_the_next_step_when_nothing_can_be_written(tmp_path, mo
 def test_a_gradient_that_is_not_finite_ends_training_and_nothing_of_it_is_written(tmp_path, monkeypatch):
     settings = tiny_runs.settings(tmp_path, save_every=4, keep_every=3, val_every=4, log_every=100)
     inputs = tiny_runs.make(settings)
-    trainer = training.Trainer(settings, inputs, lambda steps: steps)
+    trainer = tiny_runs.trainer(settings)
     score = scoring.loss
 
     def spoilt(*args):
@@ -382,9 +404,10 @@ def test_without_a_compiler_training_goes_on_and_says_so(tmp_path, monkeypatch, 
 
 def test_norms_biases_and_embeddings_do_not_decay(tmp_path):
     settings = tiny_runs.settings(tmp_path)
-    trainer = training.Trainer(settings, tiny_runs.make(settings), lambda steps: steps)
-    decayed, free = (group["params"] for group in trainer.optimizer.param_groups)
-    names = {id(p): name for name, p in trainer.adapter.named_parameters()}
+    tiny_runs.make(settings)
+    trainer = tiny_runs.trainer(settings)
+    decayed, free = (group["params"] for group in trainer.task.optimizer.param_groups)
+    names = {id(p): name for name, p in trainer.task.module.named_parameters()}
     assert all(names[id(p)].endswith("weight") and "ln_" not in names[id(p)] for p in decayed)
     assert {"query", "t5_embed.weight", "ln_out.weight", "in_proj.bias"} <= {names[id(p)] for p in free}
 
@@ -403,9 +426,9 @@ def test_a_damaged_shard_stops_training_is_named_and_set_aside(tmp_path):
 def test_only_rows_of_the_seed_table_that_occur_are_trained_and_the_others_are_kept(tmp_path):
     settings = tiny_runs.settings(tmp_path)
     inputs = tiny_runs.make(settings)
-    trainer = training.Trainer(settings, inputs, lambda steps: steps)
-    occurring = {0, *(n for shard in trainer.train + trainer.val for n in shard.columns["slots"].tolist())}
-    assert len(trainer.adapter.t5_embed.weight) == len(occurring) < tiny_runs.VOCABULARY
+    trainer = tiny_runs.trainer(settings)
+    occurring = {0, *(n for shard in trainer.task.train + trainer.task.val for n in shard.columns["slots"].tolist())}
+    assert len(trainer.task.module.t5_embed.weight) == len(occurring) < tiny_runs.VOCABULARY
     go(settings, inputs)
     start = load_file(inputs.given["seed_table"])["table"]
     table = weights(settings)["best"]["model.t5_embed.weight"]
@@ -418,18 +441,18 @@ def test_only_rows_of_the_seed_table_that_occur_are_trained_and_the_others_are_k
 def test_the_reference_recipe_is_that_of_the_contract(tmp_path, pack):
     settings = tiny_runs.settings(tmp_path, pack, recipe="reference", cos_weight=0.7, lr=2e-4, steps=20)
     inputs = tiny_runs.make(settings)
-    trainer = training.Trainer(settings, inputs, lambda steps: steps)
-    trainer.autocast = False
-    assert [group["weight_decay"] for group in trainer.optimizer.param_groups if group["params"]] == [0.01]
-    shard = trainer.train[0]
+    trainer = tiny_runs.trainer(settings)
+    trainer.task.autocast = False
+    assert [group["weight_decay"] for group in trainer.task.optimizer.param_groups if group["params"]] == [0.01]
+    shard = trainer.task.train[0]
     batch = tiny_runs.batch(shard, range(6), settings.adapter.queries)
     loss = trainer._gradients(batch, len(batch.target))[0] / len(batch.target)
-    true = Standardization.of(trainer.train, settings.train.sigma_floor)
-    numbered = trainer.vocabulary.numbered(batch) if pack == "pixart" else batch
-    predicted, target = trainer.adapter(numbered.widened()), batch.target.float()
+    true = Standardization.of(trainer.task.train, settings.train.sigma_floor)
+    numbered = trainer.task.vocabulary.numbered(batch) if pack == "pixart" else batch
+    predicted, target = trainer.task.module(numbered.widened()), batch.target.float()
     if pack == "pixart":  # RAW
         squared = ((predicted - target) / true.target_std).square().mean()
-        assert trainer.adapter.t5_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert trainer.task.module.t5_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
     else:  # STD
         target = true.target(target)
         squared = (predicted - target).square().mean()

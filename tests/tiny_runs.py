@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from trainer import checkpoints, config, packs, seed_table, shards
+from trainer.adapter_task import AdapterTask, Inputs
 from trainer.batches import Batch
 from trainer.config import Settings
 from trainer.files import write_json
 from trainer.samples import Samples
-from trainer.training import Inputs
+from trainer.training import Trainer
 
 STUDENT, TEACHER, QUERIES, VOCABULARY, VISION = 32, 48, 12, 50, 40
 # Of each kind of adapter.
@@ -164,6 +165,11 @@ def make(settings: Settings, shards_count: int = 3, per_shard: int = 20) -> Inpu
         weight = torch.randn(STUDENT, VISION, generator=generator)
         checkpoints.save(run / "shards" / "vision_proj.safetensors", {"weight": weight}, {"ridge": 0.1})
     return Inputs.read(settings)
+
+
+def trainer(settings: Settings) -> Trainer:
+    """What trains the adapter of a run that was made, to the planned step."""
+    return Trainer(settings, AdapterTask, lambda steps: steps)
 
 
 RECORDS = [

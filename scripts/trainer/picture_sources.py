@@ -15,6 +15,7 @@ from trainer.errors import TrainerError
 from trainer.files import digest
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_CAPTIONED = (*SUFFIXES, ".txt")
 _COLUMNS = {"image", "sentences_raw"}
 
 
@@ -50,7 +51,7 @@ def folder(path: str) -> Source:
     Raises:
         TrainerError: there is no such folder, or there are no pictures in it.
     """
-    names = [name for name, _ in _listing(path) if name.lower().endswith(SUFFIXES)]
+    names = [name for name, _ in listing(path) if name.lower().endswith(SUFFIXES)]
     if not names:
         raise TrainerError(
             f"the image folder {path} holds no {', '.join(SUFFIXES)} files; take it out of corpus.image_folders"
@@ -62,36 +63,60 @@ def folder(path: str) -> Source:
             try:
                 notes = file.with_suffix(".txt")
                 text = notes.read_text(encoding="utf-8-sig", errors="replace") if notes.is_file() else ""
-                yield Found(_shown(name), file.read_bytes(), tuple(text.splitlines()))
+                yield Found(shown(name), file.read_bytes(), tuple(text.splitlines()))
             except OSError as error:
-                yield Found(_shown(name), b"", problem=error.strerror or type(error).__name__)
+                yield Found(shown(name), b"", problem=error.strerror or type(error).__name__)
 
     return Source(path, len(names), pictures())
 
 
-def folder_digest(path: str) -> str:
-    """A digest of the names, sizes and times of a folder's pictures and captions: another one if anything changed.
+def count(path: str) -> int:
+    """How many pictures are directly in a folder; 0 where it cannot be read."""
+    try:
+        return sum("/" not in name for name, _ in _below(path, SUFFIXES))
+    except OSError:
+        return 0
+
+
+def folder_digest(path: str, suffixes: tuple[str, ...] = _CAPTIONED, setting: str = "corpus.image_folders") -> str:
+    """A digest of the names, sizes and times of what `listing` finds: another one if anything changed.
 
     Raises:
         TrainerError: there is no such folder, or it cannot be read.
     """
-    return digest([[_shown(name), stat.st_size, stat.st_mtime_ns] for name, stat in _listing(path)])
+    return digest([[shown(name), stat.st_size, stat.st_mtime_ns] for name, stat in listing(path, suffixes, setting)])
 
 
-def _listing(path: str) -> list[tuple[str, os.stat_result]]:
-    """Names of the pictures and captions in a folder and below, in order, without hidden ones."""
+def listing(
+    path: str, suffixes: tuple[str, ...] = _CAPTIONED, setting: str = "corpus.image_folders"
+) -> list[tuple[str, os.stat_result]]:
+    """Names of the pictures and captions in a folder and below, in order, without hidden ones.
+
+    Args:
+        path: the folder.
+        suffixes: what names end with, in lower case; those of files may be in upper case.
+        setting: the one that names the folder, for messages.
+
+    Raises:
+        TrainerError: there is no such folder, or it cannot be read.
+    """
     try:
         if not Path(path).is_dir():
-            raise TrainerError(f"the image folder {path} does not exist; correct its path in corpus.image_folders")
-        return sorted(_below(path))
+            raise TrainerError(f"the image folder {path} does not exist; correct its path in {setting}")
+        return sorted(_below(path, suffixes))
     except OSError as error:
         raise TrainerError(
             f"the image folder {path} cannot be read ({error.strerror}: {error.filename}); make it readable, or take "
-            "it out of corpus.image_folders"
+            f"it out of {setting}"
         ) from None
 
 
-def _below(path: str) -> list[tuple[str, os.stat_result]]:
+def shown(name: str) -> str:
+    """A file's name as text that can be written: not all names are UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _below(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, os.stat_result]]:
     found: list[tuple[str, os.stat_result]] = []
     todo = [""]
     while todo:
@@ -103,14 +128,12 @@ def _below(path: str) -> list[tuple[str, os.stat_result]]:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     todo.append(name)
-                elif name.lower().endswith((*SUFFIXES, ".txt")) and entry.is_file():
-                    found.append((name, entry.stat()))
+                elif name.lower().endswith(suffixes):
+                    if entry.is_file():
+                        found.append((name, entry.stat()))
+                    elif entry.is_symlink():  # to nothing: reading it fails, which is told
+                        found.append((name, entry.stat(follow_symlinks=False)))
     return found
-
-
-def _shown(name: str) -> str:
-    """A file's name as text that can be written: not all names are UTF-8."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _flickr30k(name: str, root: Path) -> Source:

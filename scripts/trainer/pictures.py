@@ -6,6 +6,7 @@ that, not of the file.
 """
 
 import hashlib
+import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from trainer.errors import TrainerError
 # The decoders that may see foreign bytes, and the suffix of their files.
 _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp"}
 THUMBNAIL = 8  # pixels a side
+MOST_PIXELS = 89_478_485  # of a picture that a diffusion model is trained on: beyond, Pillow warns of bombs
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -89,6 +91,28 @@ def measure(data: bytes) -> Measured:
     content = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes())
     thumbnail = image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
     return Measured(content.hexdigest()[:32], suffix, thumbnail.tobytes())
+
+
+def unfit(data: bytes) -> str:
+    """Why a picture that `measure` might take is none to train a diffusion model on; empty if it is one.
+
+    Only the header is read: of bytes that are no picture `measure` says more.
+    """
+    if not data:
+        return "the file is empty"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # told below
+            with Image.open(BytesIO(data), formats=list(_SUFFIXES)) as image:
+                (width, height), frames = image.size, getattr(image, "n_frames", 1)
+                moves = frames > 1 and image.format != "MPO"  # a phone's, whose further pictures are smaller ones
+    except Image.DecompressionBombError:
+        return f"more than {2 * MOST_PIXELS / 1e6:.0f} million pixels"
+    except Exception:
+        return ""
+    if width * height > MOST_PIXELS:
+        return f"{width} x {height} are more than {MOST_PIXELS / 1e6:.0f} million pixels"
+    return f"it is animated: {frames} pictures in one" if moves else ""
 
 
 def _decoded(data: bytes) -> tuple[Image.Image, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast, reduce
+from accelerate.utils import broadcast, gather_object, reduce
 from torch import Tensor
 
 from trainer import devices
@@ -67,6 +67,13 @@ class Together:
         with _neighbours():
             return broadcast(torch.tensor(values)).tolist()
 
+    def gathered(self, words: list[str]) -> list[str]:
+        """The words of all processes."""
+        if self.size == 1:
+            return words
+        with _neighbours():
+            return gather_object(words)
+
 
 def rank(size: int) -> int:
     """The number of this process among so many that train; what else has set RANK means nothing to one alone."""
@@ -95,8 +102,8 @@ def check(options: Train) -> None:
         raise TrainerError(f"{asked}, and each needs a prompt of every batch: lower it to train.batch_size at most")
 
 
-def launch(count: int, task: dict[str, Any], threads: int) -> None:
-    """Run `python -m trainer.train_process` in so many processes, each with `task` on its standard input.
+def launch(count: int, assignment: dict[str, Any], threads: int) -> None:
+    """Run `python -m trainer.train_process` in so many processes, each with `assignment` on its standard input.
 
     SIGINT and SIGTERM go to the leader. When one process fails, the others are ended.
 
@@ -129,7 +136,7 @@ def launch(count: int, task: dict[str, Any], threads: int) -> None:
             # A session of its own: Ctrl-C, which a terminal sends to all, must come to the leader alone.
             process = subprocess.Popen(command, env=own, stdin=subprocess.PIPE, text=True, start_new_session=True)
             with suppress(BrokenPipeError):  # it has ended, which is seen below
-                process.stdin.write(json.dumps(task))
+                process.stdin.write(json.dumps(assignment))
                 process.stdin.close()
             started.append(process)
         if stopped:  # before there was a leader to tell

@@ -1,65 +1,38 @@
-"""The training loop: resumes to the byte, follows the plan while it runs, stops when asked, keeps the best."""
+"""The training loop: resumes to the byte, follows the plan while it runs, stops when asked, keeps the best.
+
+What is trained is a `trainer.task.Task`.
+"""
 
 import csv
 import io
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer import adapters, checkpoints, devices, packs, recipe, scoring
-from trainer.batches import Batch
+from trainer import checkpoints, optimizer_state
 from trainer.config import Settings, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import StoppedError, TrainerError
-from trainer.files import digest, read_json, write_if_changed, write_text, written_whole
+from trainer.files import write_if_changed, write_text, written_whole
 from trainer.job import announce, duration, log
-from trainer.loading import Loader
 from trainer.processes import Together
-from trainer.shard_index import listed, trained_on
-from trainer.shards import Shard
-from trainer.vocabulary import Vocabulary
-
-COLUMNS = ["step", "time", "loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s", "val_cos", "val_rel_mse"]
+from trainer.task import Batches, Task
 
 # Share of the time that training waits for the loader from which on the log says so.
 WAITING = 0.03
 
 
-@dataclass
-class Inputs:
-    """What training reads: shards.json, the shards it lists, and files of weights that it does not start at random."""
-
-    run: Path
-    index: dict[str, Any]
-    train: list[Path]
-    val: list[Path]
-    given: dict[str, Path]
-
-    @classmethod
-    def read(cls, settings: Settings) -> "Inputs":
-        """The inputs of a run."""
-        run, shape = Path(settings.folder), settings.adapter
-        index = read_json(run / "shards.json")
-        train, val = (listed(run, index, split) for split in ("train", "val"))
-        wanted = {"seed_table": shape.vocabulary, "vision_proj": shape.vision_dim}
-        given = {name: run / "shards" / f"{name}.safetensors" for name, size in wanted.items() if size}
-        return cls(run, index, train, val, given)
-
-
 class Trainer:
     """One training run, from the state on disk (if it belongs to these inputs) to the planned step."""
 
-    def __init__(self, settings: Settings, inputs: Inputs, plan: Callable[[int], int]) -> None:
+    def __init__(self, settings: Settings, task: type[Task], plan: Callable[[int], int]) -> None:
         """`plan` gives the planned steps as the user's files say now, from those in force."""
         # Before CUDA starts: without it, matrix products on a GPU differ from run to run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -67,124 +40,82 @@ class Trainer:
         # Else every new tensor is filled first, lest what was not written is read: that is never done, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.set_float32_matmul_precision("high")
-        self.settings, self.options, self.inputs, self.plan = settings, settings.train, inputs, plan
-        self.steps = settings.train.steps
+        self.settings, self.options, self.plan = settings, settings.train, plan
+        self.run_folder = Path(settings.folder)
+        self.folder = self.run_folder / "checkpoints"
+        self.metrics_file = self.run_folder / "metrics.csv"
         self.together = Together(settings.train.device, settings.train.processes)
         self.device = self.together.device
-        self.autocast = devices.multiplies_bf16(self.device)
-        self.folder = inputs.run / "checkpoints"
-        self.metrics_file = inputs.run / "metrics.csv"
-        self.queries = settings.adapter.queries
-        self.metric = packs.get(settings.pack).metric
-        self.batch_tokens = self.options.batch_tokens or sys.maxsize
-        self.made_from = {
-            "adapter": settings.adapter.fingerprint(),
-            "train": settings.train.fingerprint(),
-            "shards": trained_on(inputs.index),
-        }
-        self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}
-        if not inputs.index["train"]["samples"] or not inputs.index["val"]["samples"]:
-            raise TrainerError(f"the shards of {inputs.run} hold no samples; see corpus.json and the logs")
-        self.train, self.val = ([Shard(path) for path in files] for files in (inputs.train, inputs.val))
+        self.task = task(settings, self.device)
+        self.trained = {name: it for name, it in self.task.module.named_parameters() if it.requires_grad}
+        self.main_column, self.main_figure = next(iter(self.task.val_columns.items()))
         self.writer = checkpoints.Writer()
         self.finite = torch.tensor(True, device=self.device)
-        self._start()
-        self._resume()
-        self.adapter.compiled = self.options.compile
-
-    def _start(self) -> None:
-        """A fresh adapter at step 0."""
-        torch.manual_seed(self.options.seed)
-        shape, given = self.settings.adapter, {name: load_file(path) for name, path in self.inputs.given.items()}
-        self.vocabulary = None
-        if shape.vocabulary:
-            self.vocabulary = Vocabulary(
-                recipe.seeds(given["seed_table"]["table"], self.options), self.train + self.val
-            )
-            shape = shape.model_copy(update={"vocabulary": len(self.vocabulary)})
-        adapter = adapters.fresh(shape)
-        if self.vocabulary:
-            adapter.t5_embed.weight.data = self.vocabulary.start
-        if shape.vision_dim:
-            adapter.vision_proj.weight.copy_(given["vision_proj"]["weight"])
-        self.adapter = adapter.to(self.device)
-        self.scale = recipe.standardization(self.train, self.options, self.metric).to(self.device)
-        self.optimizer = recipe.optimizer(self.adapter, self.options)
-        self.step = 0
-        self.best_cos: float | None = None
+        self.steps, self.step = settings.train.steps, 0
+        self.best: float | None = None
         self.last_val: dict[str, float] | None = None
+        self.records: list[dict[str, Any]] = []
+        self._resume()
+        self.task.compiled = self.options.compile
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         path = self.folder / "state.safetensors"
-        self.records: list[dict[str, Any]] = []
         if path.exists():
             tensors, meta = checkpoints.load(path)
-            if meta["made_from"] == self.made_from:
+            if meta["made_from"] == self.task.made_from and "optimizer" in meta:
                 self._restore(tensors, meta)
                 log.info("resuming at step %d of %d", self.step, self.steps)
                 return
-            self._set_aside(meta["made_from"])
+            self._set_aside(_differences(meta["made_from"], self.task.made_from) or ["another version of this program"])
         log.info("training from the start to step %d", self.steps)
 
-    def _set_aside(self, made_from: dict[str, Any]) -> None:
+    def _set_aside(self, reasons: list[str]) -> None:
         self.together.leaders(self.step)  # meets the others: they have read them
         if not self.together.leader:
             return
         place = checkpoints.set_aside(self.folder)
         log.info(
             "the checkpoints were trained with other inputs (%s): moved to %s, training starts over",
-            *(", ".join(_differences(made_from, self.made_from)), place),
+            *(", ".join(reasons), place),
         )
 
     def _restore(self, tensors: checkpoints.Tensors, meta: dict[str, Any]) -> None:
-        weights, scale = checkpoints.unpack(tensors)
-        if self.vocabulary:
-            weights["t5_embed.weight"] = self.vocabulary.narrow(weights["t5_embed.weight"])
-        self.adapter.load_state_dict(weights)
-        self.scale = scale.to(self.device)
-        self.step, self.best_cos, self.last_val = meta["step"], meta["best_cos"], meta["last_val"]
-        for name, parameter in self.adapter.named_parameters():
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(self.step), device=self.device),
-                "exp_avg": tensors[f"exp_avg.{name}"].to(self.device),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(self.device),
-            }
+        self.task.restore(tensors)
+        optimizer_state.unpack(self.task.optimizer, self.trained, tensors, meta["optimizer"])
+        self.step, self.best, self.last_val = meta["step"], meta[self._best_name], meta["last_val"]
         if self.metrics_file.exists():
             rows = csv.DictReader(io.StringIO(self.metrics_file.read_text()))
             self.records = [row for row in rows if row["step"].isdigit() and int(row["step"]) <= self.step]
+
+    @property
+    def _best_name(self) -> str:
+        return self.main_column.replace("val_", "best_")
 
     def _meta(self, **more: Any) -> dict[str, Any]:
         return {
             "step": self.step,
             "steps": self.steps,
-            "best_cos": self.best_cos,
+            self._best_name: self.best,
             "last_val": self.last_val,
-            "made_from": self.made_from,
+            "made_from": self.task.made_from,
         } | more
 
-    def _packed(self) -> checkpoints.Tensors:
-        """Copies of the weights, all rows of the seed table included, and the standardization."""
-        weights = dict(self.adapter.state_dict())
-        if self.vocabulary:
-            weights["t5_embed.weight"] = self.vocabulary.widen(weights["t5_embed.weight"])
-        return checkpoints.copies(checkpoints.pack(weights, self.scale))
+    def _weights(self) -> checkpoints.Tensors:
+        return checkpoints.copies(self.task.weights())
 
     def save(self) -> None:
         """Save the state, while training goes on; the previous one stays until the new one is whole."""
-        tensors = {
-            f"{moment}.{name}": self.optimizer.state[parameter][moment]
-            for name, parameter in self.adapter.named_parameters()
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
-        tensors = checkpoints.copies(tensors) | self._packed()
-        self.writer.submit(self._write_state, tensors, self._meta(), list(self.records))
+        tensors, values = optimizer_state.pack(self.task.optimizer, self.trained)
+        tensors = checkpoints.copies(tensors | self.task.state()) | self._weights()
+        self.writer.submit(self._write_state, tensors, self._meta(optimizer=values), list(self.records))
 
     def _write_state(self, tensors: checkpoints.Tensors, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
         # First, so that a resume finds every step before the state's.
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+        text, task = io.StringIO(), self.task
+        columns = ["step", "time", *task.columns, "lr", "grad_norm", f"{task.unit}_per_s", *task.val_columns]
+        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
         write_text(self.metrics_file, text.getvalue())
@@ -192,12 +123,10 @@ class Trainer:
 
     def keep(self, val: dict[str, float] | None) -> None:
         """Keep this step for export at any later time."""
-        self.writer.submit(self._write_kept, self._packed(), self._meta(val=val), self.step)
+        self.writer.submit(self._write_kept, self._weights(), self._meta(val=val), self.step)
 
-    def _write_kept(self, packed: checkpoints.Tensors, meta: dict[str, Any], step: int) -> None:
-        weights, scale = checkpoints.unpack(packed)
-        tensors = checkpoints.exported(weights, scale) | {"mean_row": scale.mean}
-        checkpoints.save(checkpoints.kept_path(self.folder, step), tensors, meta)
+    def _write_kept(self, weights: checkpoints.Tensors, meta: dict[str, Any], step: int) -> None:
+        checkpoints.save(checkpoints.kept_path(self.folder, step), self.task.kept(weights), meta)
         if self.options.keep_last:
             for old in checkpoints.kept(self.folder)[: -self.options.keep_last]:
                 old.unlink()
@@ -205,31 +134,28 @@ class Trainer:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
-        """Score the current weights on the val split."""
-        self.adapter.eval()
-        val = scoring.batches(self.val, self.options.batch_size, self.queries)
-        if self.vocabulary:
-            val = ((ids, self.vocabulary.numbered(batch)) for ids, batch in val)
-        predict = scoring.predictor(self.adapter, self.scale)
-        metrics = scoring.score(predict, val, self.scale.mean, self.metric).metrics()
-        self.adapter.train()
-        log.info("step %d: val cosine %.4f, rel_mse %.4f", self.step, metrics[self.metric], metrics["rel_mse"])
+        """Figures of the current weights on the val split."""
+        metrics = self.task.validate()
+        log.info("step %d: %s", self.step, _in_words(self._shown(metrics)))
         return metrics
+
+    def _shown(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {column: metrics[name] for column, name in self.task.val_columns.items()}
 
     def _validate_and_keep_best(self) -> None:
         self.last_val = metrics = self.validate()
-        cosine = metrics[self.metric]
-        self._record(val_cos=cosine, val_rel_mse=metrics["rel_mse"])
-        if self.best_cos is None or cosine > self.best_cos:
-            self.best_cos = cosine
+        self._record(**self._shown(metrics))
+        figure, sign = metrics[self.main_figure], 1 if self.task.higher_is_better else -1
+        if self.best is None or sign * figure > sign * self.best:
+            self.best = figure
             self.writer.submit(
-                *(checkpoints.save, self.folder / "best.safetensors", self._packed(), self._meta(val=metrics))
+                *(checkpoints.save, self.folder / "best.safetensors", self._weights(), self._meta(val=metrics))
             )
 
     def _validated(self) -> bool:
         """Whether the current step was validated."""
         last = self.records[-1] if self.records else {"step": -1}
-        return int(last["step"]) == self.step and bool(last.get("val_cos"))
+        return int(last["step"]) == self.step and bool(last.get(self.main_column))
 
     def _record(self, **values: float) -> None:
         if not self.records or int(self.records[-1]["step"]) != self.step:
@@ -237,7 +163,7 @@ class Trainer:
         self.records[-1] |= {name: f"{value:.6g}" for name, value in values.items()}
         for name, value in values.items():
             self.events.add_scalar(name, value, self.step)
-        announce(metrics=[row for name in ("loss", "val_cos") if (row := self._newest(name))])
+        announce(metrics=[row for name in ("loss", self.main_column) if (row := self._newest(name))])
 
     def _newest(self, column: str) -> dict[str, Any] | None:
         return next((row for row in reversed(self.records) if row.get(column)), None)
@@ -251,10 +177,12 @@ class Trainer:
             StoppedError: asked to, in the leader; the state is saved.
             TrainerError: the loss is not finite, a shard is damaged, the disk is full.
         """
-        events = self.inputs.run / "tensorboard"
+        events = self.run_folder / "tensorboard"
         self.events = SummaryWriter(events, purge_step=self.step + 1) if self.together.leader else None
         loader = self.loader()
         try:
+            if self.step < self.steps and (largest := self.task.largest()):
+                self._gradients(*largest)  # out of memory comes now, or not at all
             self._follow(loader, requests)
             self.writer.wait()
         finally:
@@ -262,20 +190,11 @@ class Trainer:
             if self.events:
                 self.events.close()
 
-    def loader(self) -> Loader:
+    def loader(self) -> Batches:
         """The batches from the current step on."""
-        return Loader(
-            *(self.train, self.queries),
-            seed=self.options.seed,
-            window=int(self.options.shuffle_mb * 1e6),
-            position=self.step * self.options.batch_size,
-            size=self.options.batch_size,
-            pin=self.device.type == "cuda",
-            rank=self.together.rank,
-            processes=self.together.size,
-        )
+        return self.task.loader(self.step * self.options.batch_size, self.together.rank, self.together.size)
 
-    def _follow(self, loader: Loader, requests: Requests) -> None:
+    def _follow(self, loader: Batches, requests: Requests) -> None:
         options, leader = self.options, self.together.leader
         pace = Pace(self.step)
         while self.step < self.steps:
@@ -316,12 +235,13 @@ class Trainer:
             self._finish(pace)
 
     def _report(self, figures: dict[str, float | torch.Tensor], rate: float, waited: float) -> None:
-        figures = {name: float(value) for name, value in figures.items()}
-        prompts = rate * self.options.batch_size
-        self._record(**figures, prompts_per_s=prompts)
+        figures = {name: found for name, value in figures.items() if not math.isnan(found := float(value))}
+        unit, speed = self.task.unit, rate * self.options.batch_size
+        self._record(**figures, **{f"{unit}_per_s": speed})
         log.info(
-            "step %d/%d: loss %.4f, cosine %.4f, rate %.2e, %.1f prompts/s, %s left%s",
-            *(self.step, self.steps, figures["loss"], figures["cos"], figures["lr"], prompts),
+            "step %d/%d: %s, rate %.2e, %.1f %s/s, %s left%s",
+            *(self.step, self.steps, _in_words({it: figures[it] for it in self.task.columns if it in figures})),
+            *(figures["lr"], speed, unit),
             duration((self.steps - self.step) / rate),
             f", {waited:.0%} of the time waiting for the disk" if waited > WAITING else "",
         )
@@ -340,79 +260,71 @@ class Trainer:
         """Leave the plan and settings in force where Snakemake looks for them, and a best checkpoint."""
         self.writer.wait()
         write_stage_settings(self.settings, "train")
-        write_if_changed(self.inputs.run / "settings" / "plan.json", {"steps": self.steps})
+        write_if_changed(self.run_folder / "settings" / "plan.json", {"steps": self.steps})
         gone = not (self.folder / "best.safetensors").exists()
         if gone:
             log.info("the best checkpoint is gone: step %d stands in for it", self.step)
-            self.best_cos = None
+            self.best = None
         if gone or not self._validated():  # not if the plan was lowered to where training had been stopped
             self._validate_and_keep_best()
             self.save()
-        log.info("trained to step %d in %s; best val cosine %.4f", self.step, duration(pace.spent), self.best_cos)
+        spent = duration(pace.spent)
+        log.info("trained to step %d in %s; best %s %.4f", self.step, spent, self.main_column, self.best)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: Batch, rows: int) -> dict[str, float | torch.Tensor]:
-        """A step of the optimizer on (this process's share of) a batch of so many target rows; gives its figures."""
-        rate = recipe.learning_rate(self.step, self.steps, self.options)
-        for group in self.optimizer.param_groups:
+    def _step(self, batch: Any, size: int) -> dict[str, float | torch.Tensor]:
+        """A step of the optimizer on (this process's share of) a batch; gives its figures."""
+        task, rate = self.task, self.task.learning_rate(self.step, self.steps)
+        for group in task.optimizer.param_groups:
             group["lr"] = rate
-        while True:
-            try:
-                sums = self._gradients(batch, rows)
-                break
-            except torch.OutOfMemoryError:
-                self._go_smaller(batch)
-            except RuntimeError as error:
-                if not (self.adapter.compiled and _of_the_compiler(error)):
-                    raise
-                self.adapter.compiled = False
-                reason = str(error).strip().partition("\n")[0]
-                log.warning("train.compile: kernels cannot be made here (%s); going on without", reason)
-        parameters = list(self.adapter.parameters())
-        self.together.add_up([parameter.grad for parameter in parameters])
+        sums = self._gradients(batch, size)
+        gradients = [it.grad for it in self.trained.values() if it.grad is not None]
+        self.together.add_up(gradients)
         self.together.add_up([sums])  # of f64: with them, the gradients would be sent as such
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.options.grad_clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.options.grad_clip or math.inf)
         # Looked at later: to wait for it here would leave a GPU idle at every step.
         self.finite &= torch.isfinite(norm)
-        self.optimizer.step()
-        return dict(zip(("loss", "mse", "cos"), sums / rows, strict=True)) | {"lr": rate, "grad_norm": norm}
+        if task.checks_every_step:
+            self._check(batch)
+        task.optimizer.step()
+        return task.figures(sums, size) | {"lr": rate, "grad_norm": norm}
 
-    def _gradients(self, batch: Batch, rows: int) -> torch.Tensor:
-        """Gradients of the batch, in parts if need be; gives its sums of objective, squared error and cosine, f64."""
-        self.optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        if self.vocabulary:
-            batch = self.vocabulary.numbered(batch)
-        for chunk in batch.split(self.batch_tokens):
-            chunk = chunk.to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-                part = scoring.loss(self.adapter, self.scale, chunk, self.options.cos_weight, self.metric)
-            (part.objective / rows).backward()
-            sums += torch.stack([part.objective.detach(), part.squared, part.cosine])
-        return sums
+    def _gradients(self, batch: Any, size: int) -> torch.Tensor:
+        """Gradients of the batch's mean loss, in as much memory as there is; gives its sums, f64."""
+        while True:
+            try:
+                return self._accumulate(batch, size)
+            except torch.OutOfMemoryError:
+                self.task.use_less_memory(batch)
+            except RuntimeError as error:
+                if not (self.task.compiled and _of_the_compiler(error)):
+                    raise
+                self.task.compiled = False
+                reason = str(error).strip().partition("\n")[0]
+                log.warning("train.compile: kernels cannot be made here (%s); going on without", reason)
 
-    def _go_smaller(self, batch: Batch) -> None:
-        """Use less memory for a batch: in smaller parts, then with blocks computed again in the backward pass."""
-        sizes = [student + target for student, target in zip(batch.lengths, batch.counts, strict=True)]
-        if self.batch_tokens > min(sizes):
-            self.batch_tokens = min(self.batch_tokens, sum(sizes)) // 2
-            log.info("out of memory: going on with %d rows a forward pass", self.batch_tokens)
-        elif not self.adapter.recompute:
-            self.adapter.recompute = True
-            log.info("out of memory with one prompt at a time: going on with blocks computed twice")
-        else:
-            raise TrainerError(
-                f"out of memory on {self.device} with one prompt at a time: lower adapter.width or depth"
-            ) from None
+    def _accumulate(self, batch: Any, size: int) -> torch.Tensor:
+        self.task.optimizer.zero_grad(set_to_none=True)
+        sums = []
+        for part in self.task.parts(batch):
+            loss, of_part = self.task.loss(part)
+            (loss / size).backward()
+            sums.append(of_part.double())
+        return sum(sums)
 
-    def _check(self) -> None:
-        """Raises TrainerError if a gradient was not finite; what was saved before is untouched."""
-        if not self.finite:
-            raise TrainerError(
-                f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
-                "untouched: lower train.lr, or look at the shards' statistics in the report"
-            )
+    def _check(self, batch: Any = None) -> None:
+        """Raises TrainerError if a gradient was not finite, that of this batch if there is one; nothing was written."""
+        if self.finite:
+            return
+        culprits = [] if batch is None else self.together.gathered(self.task.culprits(batch))
+        raise TrainerError(
+            f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
+            "untouched: lower train.lr, or look at the shards' statistics in the report"
+            if batch is None
+            else f"the loss or its gradient was not finite in step {self.step + 1} ({'; '.join(culprits)}); the state "
+            f"saved before is untouched: look at these {self.task.unit}, or lower train.lr"
+        )
 
 
 class Pace:
@@ -441,6 +353,10 @@ class Pace:
         return rate, share
 
 
+def _in_words(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
 def _of_the_compiler(error: RuntimeError) -> bool:
     from torch._dynamo.exc import TorchDynamoException  # not at start: loading torch's compiler takes a second
 
@@ -459,9 +375,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def train(settings: Settings, inputs: Inputs, plan: Callable[[int], int], requests: Requests, output: Path) -> None:
+def train(settings: Settings, task: type[Task], plan: Callable[[int], int], requests: Requests, output: Path) -> None:
     """Train as far as the plan says, or find that this is done; then `output` is the best checkpoint."""
-    trainer = Trainer(settings, inputs, plan)
+    trainer = Trainer(settings, task, plan)
     trainer.run(requests)
     if trainer.together.leader:
         with written_whole(output) as aside:
