@@ -97,14 +97,14 @@ def discover(
             below[folder].append(name)
     for folder, names in below.items():
         found.skip(folder, f"a folder with {len(names)} pictures: only those directly in {path} are taken")
-    for name in direct:
-        if name.lower().endswith(_OTHER_PICTURES):
-            kind = Path(name).suffix[1:].upper()
-            found.unreadable.append({"file": shown(name), "reason": f"{kind} is not read: convert it to PNG or JPEG"})
+    others = [name for name in direct if name.lower().endswith(_OTHER_PICTURES)]
+    for name in others:
+        kind = Path(name).suffix[1:].upper()
+        found.unreadable.append({"file": shown(name), "reason": f"{kind} is not read: convert it to PNG or JPEG"})
     files, of_picture = _without_masks([name for name in direct if name.lower().endswith(SUFFIXES)], masks, found)
-    stems = {_stem(name) for name in direct if name in files or name.lower().endswith(_OTHER_PICTURES)}
+    of_stem = {_stem(name): name for name in [*others, *files]}
     _check_stems(files, found)
-    sidecars = _sidecars(path, direct, stems, found)
+    sidecars = _sidecars(path, direct, of_stem, found)
     tables = _tables(path, direct, files, column, found)
     for file in files:
         text, origin = _caption(file, sidecars.get(_stem(file), {}), tables, instance_prompt, found)
@@ -141,14 +141,14 @@ def _check_stems(files: list[str], found: Captions) -> None:
             found.faults.append(f"{', '.join(map(shown, names))} {how}; rename all but one")
 
 
-def _sidecars(path: str, direct: list[str], stems: set[str], found: Captions) -> dict[str, dict[str, str]]:
+def _sidecars(path: str, direct: list[str], of_stem: dict[str, str], found: Captions) -> dict[str, dict[str, str]]:
     """Texts of caption files: by stem, {name: text} in the order in which they count."""
-    by_case = {stem.casefold(): stem for stem in stems}
+    by_case = {stem.casefold(): name for stem, name in of_stem.items()}
     texts: dict[str, dict[str, str]] = defaultdict(dict)
     names = [name for name in direct if name.lower().endswith(_SIDECARS)]
     for name in sorted(names, key=lambda name: (_SIDECARS.index(Path(name).suffix.lower()), name)):
         stem = _stem(name)
-        if stem in stems:
+        if stem in of_stem:
             text = _read(path, name, found)
             texts[stem][name] = "" if text is None else _tidy(text)
         elif near := by_case.get(stem.casefold()):
