@@ -210,8 +210,9 @@ def _gathered(
         rows[row.id].append(row)
         report.origins[one.origin or "none"] += 1
     if not rows and not report.faults:
+        why = next((f" ({row['file']}: {row['reason']})" for row in found.skipped), "")
         report.faults.append(
-            f"the folder {folder} holds no {', '.join(SUFFIXES)} pictures to train on; correct {setting}"
+            f"the folder {folder} holds no {', '.join(SUFFIXES)} pictures to train on{why}; correct {setting}"
         )
     return {key: _one_of(alike, report) for key, alike in rows.items()}
 
