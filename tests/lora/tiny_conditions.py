@@ -1,13 +1,11 @@
 """A folder of small pictures, a tiny SDXL pipeline, and the corpus and shards made of them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 from PIL import Image
-from trainer import config, packs
+from trainer import config
 from trainer.control import Requests
 from trainer.files import digest, sha256, write_json
-from trainer.lora import corpus, families, precompute
+from trainer.lora import corpus, precompute
 from trainer.lora.batches import Items
 from trainer.materials import Record
 
@@ -38,14 +36,17 @@ def picture(path, seed, size=SIZES[0], **more):
 
 
 def settings(run, pictures=None, precompute=None):
-    """Those that the stages read."""
+    """Those of a run in a folder."""
     group = {"folder": str(run / "mine"), "resolution": 128, "holdout": 0.0, "max_bad_fraction": 0.0}
     shards = {"device": "cpu", "block_shards": 2, "teacher_dtype": "f32"}
-    return SimpleNamespace(
-        pack="tiny_lora",
-        folder=str(run),
-        pictures=config.Pictures(**group | (pictures or {})),
-        precompute=config.Precompute(**shards | (precompute or {})),
+    return config.load(
+        {
+            "pack": "sdxl_lora",
+            "runs_dir": str(run.parent),
+            "run": run.name,
+            "pictures": group | (pictures or {}),
+            "precompute": shards | (precompute or {}),
+        }
     )
 
 
@@ -64,14 +65,9 @@ def build(run, given):
 
 def fill(run, given, record, split="train", block=0, blocks=1):
     """Fill a block; gives its list."""
-    family = families.get("sdxl")
-    packs.get, before = lambda name: SimpleNamespace(family=family), packs.get
-    try:
-        made = precompute.Block(given, {"base": record}, Requests(run), 10**9)
-        output = run / "shards" / split / f"{block:04d}.json"
-        content = made.fill(output, block, blocks, run / "corpus" / f"{split}.jsonl")
-    finally:
-        packs.get = before
+    made = precompute.Block(given, {"base": record}, Requests(run), 10**9)
+    output = run / "shards" / split / f"{block:04d}.json"
+    content = made.fill(output, block, blocks, run / "corpus" / f"{split}.jsonl")
     write_json(output, content)
     return content
 

@@ -23,7 +23,7 @@ from trainer.control import Requests
 from trainer.errors import StoppedError, TrainerError
 from trainer.files import digest
 from trainer.job import Progress, log
-from trainer.lora import conditions, geometry, models
+from trainer.lora import conditions, families, geometry, models
 from trainer.lora.conditions import Item, Pool, Shard, Tensors
 from trainer.lora.families import Family
 from trainer.materials import Record
@@ -52,7 +52,7 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
 
 
 def _family(settings: Settings) -> Family:
-    return packs.get(settings.pack).family
+    return families.get(packs.get(settings.pack).family)
 
 
 def _base(records: dict[str, Record]) -> Record:
