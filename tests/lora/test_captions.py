@@ -161,7 +161,7 @@ def test_lines_that_say_nothing_have_a_row_each(tmp_path):
         '{"file_name": "gone.png", "text": "lost"}',
         '{"file_name": "a.png", "text": "\\ud83d"}',
         "",
-        '{"file_name": "a.png", "text": "line\\u2028separator"}',
+        '{"file_name": "a.png", "text": "line\u2028separator"}',
         "[" * 100_000,
     ]
     listed = found(folder(tmp_path, a__png="", metadata__jsonl="\r\n".join(lines)))
