@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
-from trainer import config, materials, precompute, precompute_pictures
+from trainer import config, materials, packs, precompute, precompute_pictures
 from trainer.control import Requests, only_one
 from trainer.files import write_json
 from trainer.job import job
+from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
 
 with job(snakemake.log[0]):
@@ -17,7 +18,11 @@ with job(snakemake.log[0]):
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
     with put_back(requests), only_one(settings.folder, f"precompute-{split}-{number:04d}"):
         given = settings, records, requests, snakemake.resources.mem_mb * 10**6
-        if snakemake.input.vision_proj:
+        if isinstance(packs.get(settings.pack), LoraPack):
+            from trainer.lora.precompute import Block  # takes packages that adapters do without
+
+            block = Block(*given)
+        elif snakemake.input.vision_proj:
             block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj[0]))
         else:
             block = precompute.Block(*given)

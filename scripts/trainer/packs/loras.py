@@ -51,7 +51,7 @@ def _pack(name: families.Name) -> LoraPack:
         title=f"{family.title} LoRA",
         file_name=f"my_{name}_lora",
         materials=(_base(family),),
-        family=name,
+        family=family,
     )
 
 
@@ -67,7 +67,7 @@ DEMO = LoraPack(
             kind="made",
             title=f"tiny random {_DEMO.title}",
             role="base",
-            module="trainer.lora.demo_base",
+            module="trainer.lora.demo_base:build",
             patterns=_base(_DEMO).patterns,
             optional=_base(_DEMO).optional,
             gigabytes=0.01,
@@ -77,11 +77,11 @@ DEMO = LoraPack(
             kind="made",
             title="drawn pictures",
             role="pictures",
-            module="trainer.lora.demo_pictures",
+            module="trainer.lora.demo_pictures:make",
             gigabytes=0.001,
         ),
     ),
-    family=_DEMO.name,
+    family=_DEMO,
     pictures=12,
 )
 
