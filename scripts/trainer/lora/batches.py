@@ -218,7 +218,11 @@ class Items:
 
         def memory(number: int) -> tuple[int, int, bool]:
             width, height = self.rows[number].bucket
-            return width * height, self._captions[self.rows[number].text_id].items[self.rows[number].text_id]["tokens"], number in mask
+            return (
+                width * height,
+                self._captions[self.rows[number].text_id].items[self.rows[number].text_id]["tokens"],
+                number in mask,
+            )
 
         return self._batch([_Drawn(max(range(len(self)), key=memory), 0)] * count)
 

@@ -128,7 +128,10 @@ class Latents:
         """Of each variant: where it is, its pixels [3, H, W], and the mask [h, w] of its latents if there is one."""
         image = pictures.open_rgb(self.images / row["image"])
         mask = pictures.open_rgb(self.images / row["mask"]) if row["mask"] else None
-        return [(it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it)) for it in self._placements(row)]
+        return [
+            (it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it))
+            for it in self._placements(row)
+        ]
 
     def make(self, row: Row, prepared: Any) -> Made:
         """Tensors as in `conditions`."""
@@ -184,7 +187,11 @@ class Embeddings:
         """Tensors as the encoder gives them; which caption they are of, its tokens, and how many of them were cut."""
         wanted, taken = self.encoder.length(row["text"])
         [tensors] = self.encoder.encode([row["text"]])
-        return tensors, {"caption": conditions.caption_digest(row["text"]), "tokens": taken, "truncated": wanted - taken}
+        return tensors, {
+            "caption": conditions.caption_digest(row["text"]),
+            "tokens": taken,
+            "truncated": wanted - taken,
+        }
 
 
 @dataclass
