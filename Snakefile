@@ -1,4 +1,4 @@
-# Trains an adapter pack: materials -> corpus -> precompute -> train -> export -> evaluate -> report.
+# Trains a pack: materials -> corpus -> precompute -> train -> export -> evaluate -> report.
 # Start with `snakemake --profile packs/demo -n`. Every setting is described in config.yaml.
 import sys
 
@@ -19,25 +19,28 @@ from trainer import (
     commands,
     config as settings_of,
     control,
-    corpus_files,
     materials,
+    packs,
     plan,
     publishing,
 )
 from trainer.errors import TrainerError
 
+settings_files = [
+    f"{workflow.basedir}/config.yaml",
+    *map(str, workflow.config_settings.configfiles),
+]
 try:
+    config, renamed = settings_of.merged(settings_files, workflow.config_settings.config)
     settings = settings_of.load(config)
     settings_of.write_stage_settings(settings)
 except TrainerError as error:
     raise WorkflowError(str(error))
 
-RUN = settings.folder
+RUN, PACK = settings.folder, packs.get(settings.pack)
 if workflow.is_main_process:  # for `scripts/dashboard.py`, and no rule's input
-    settings_files = [
-        f"{workflow.basedir}/config.yaml",
-        *map(str, workflow.config_settings.configfiles),
-    ]
+    for words in [*renamed, *settings_of.warnings(settings)]:
+        logger.warning(words)
     commands.record(RUN, sys.argv[1:], settings_files, workflow.config_settings.config)
     logger.addFilter(plan.shorten)
     if workflow.output_settings.dryrun:
@@ -73,7 +76,7 @@ include: "rules/doctor.smk"
 rule all:
     default_target: True
     input:
-        settings.gguf,
+        settings.exported,
         settings.companion or [],
         f"{RUN}/eval.json",
         f"{RUN}/report.html",

@@ -1,4 +1,4 @@
-# Prompts, and pictures with instructions: gathered, cleaned, de-duplicated and split into train and val; and the prompts
+# Of adapters, prompts and pictures with instructions; of LoRAs, pictures with captions: gathered, cleaned, de-duplicated and split into train and val; and the prompts
 # of probe. The pictures (corpus/images) are no output, which Snakemake would delete when the job is stopped or done
 # again: each is decoded once. What lies in image folders and what the prompts of probe are is told by digests in the
 # settings.
@@ -14,12 +14,10 @@ rule corpus:
             *filter(None, [settings.corpus.train_file, settings.corpus.val_file]),
         ],
         presets=expand(
-            f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role=("prompts", "images"))
+            f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role=("prompts", "images", "pictures"))
         ),
     output:
-        train=f"{RUN}/corpus/train.jsonl",
-        val=f"{RUN}/corpus/val.jsonl",
-        probe=f"{RUN}/corpus/probe.jsonl",
+        **{split: f"{RUN}/corpus/{split}.jsonl" for split in PACK.splits},
         summary=f"{RUN}/corpus.json",
     log:
         f"{RUN}/logs/corpus.log",
@@ -27,7 +25,7 @@ rule corpus:
         f"{RUN}/benchmarks/corpus.tsv"
     params:
         settings=settings.model_dump(),
-    threads: 8 if settings.corpus.n_image else 1
+    threads: 8 if settings.corpus.n_image or settings.pictures.folder else 1
     resources:
         mem_mb=16000,
         runtime="4h",

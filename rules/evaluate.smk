@@ -1,16 +1,17 @@
-# The exported file, loaded as the engine would, against the val and probe shards.
+# The exported file, loaded as those would who use it, against the splits that are not trained on.
 
 
 rule evaluate:
     message:
-        "Evaluate {input.gguf}"
+        "Evaluate {input.exported}"
     input:
         settings=f"{RUN}/settings/evaluate.json",
-        gguf=settings.gguf,
+        exported=settings.exported,
         trained=f"{RUN}/trained.safetensors",
         index=f"{RUN}/shards.json",
-        blocks=BLOCKS["val"] + BLOCKS["probe"],
-        corpus=[f"{RUN}/corpus/val.jsonl", f"{RUN}/corpus/probe.jsonl"],
+        blocks=[block for split in PACK.splits[1:] for block in BLOCKS[split]],
+        corpus=[f"{RUN}/corpus/{split}.jsonl" for split in PACK.splits[1:]],
+        base=BASE,
     output:
         f"{RUN}/eval.json",
     log:

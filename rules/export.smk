@@ -9,7 +9,7 @@ rule export:
         trained=f"{RUN}/trained.safetensors",
         materials=f"{RUN}/materials.json",
     output:
-        update(settings.gguf),  # not deleted first: it may be another run's
+        update(settings.exported),  # not deleted first: it may be another run's
     log:
         f"{RUN}/logs/export.log",
     benchmark:

@@ -25,6 +25,10 @@ rule material:
         "../scripts/material.py"
 
 
+# The base model of LoRAs.
+BASE = expand(f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role="base"))
+
+
 rule materials:
     message:
         "Record what this run is made from"

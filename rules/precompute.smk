@@ -1,15 +1,16 @@
-# Teacher rows and student states of every prompt, as shards. A job is one block of shards: it loads the models once.
+# What training reads, as shards: of adapters teacher rows and student states of every prompt, of LoRAs latents of every
+# picture and embeddings of every caption. A job is one block of shards: it loads the models once.
 # Its output is the list of the block's shards. The shards themselves are no outputs, which Snakemake would delete when
 # a job is stopped: a block keeps what is right and goes on.
 BLOCKS = {
     split: [f"{RUN}/shards/{split}/{number:04d}.json" for number in range(settings.blocks(split))]
-    for split in corpus_files.SPLITS
+    for split in PACK.splits
 }
 # Main memory that a block may use.
 BLOCK_MB = 24000
 MODELS = expand(
     f"{RUN}/materials/{{id}}.json",
-    id=materials.ids(settings, role=("teacher", "student", "tokenizer")),
+    id=materials.ids(settings, role=("teacher", "student", "tokenizer", "base")),
 )
 
 # For packs with pictures.
@@ -34,7 +35,7 @@ rule precompute_block:
         settings=settings.model_dump(),
         blocks=lambda wildcards: len(BLOCKS[wildcards.split]),
     wildcard_constraints:
-        split="|".join(corpus_files.SPLITS),
+        split="|".join(PACK.splits),
         block=r"\d{4}",
     threads: 8
     resources:
@@ -104,9 +105,7 @@ rule precompute:
     message:
         "Index the shards"
     input:
-        train=BLOCKS["train"],
-        val=BLOCKS["val"],
-        probe=BLOCKS["probe"],
+        **BLOCKS,
     output:
         f"{RUN}/shards.json",
     log:

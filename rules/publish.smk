@@ -11,7 +11,7 @@ rule card:
         corpus=f"{RUN}/corpus.json",
         index=f"{RUN}/shards.json",
         evaluation=f"{RUN}/eval.json",
-        gguf=settings.gguf,
+        exported=settings.exported,
     output:
         CARD,
     log:
@@ -38,14 +38,14 @@ rule publish:
     message:
         "{params.what}"
     input:
-        gguf=[] if REFUSAL else settings.gguf,
+        exported=[] if REFUSAL else settings.exported,
         companion=[] if REFUSAL else settings.companion or [],
         card=[] if REFUSAL else CARD,
     log:
         f"{RUN}/logs/publish.log",
     params:
         settings=settings.model_dump(),
-        what=REFUSAL or f"Upload {settings.gguf} and its card to {settings.publish.repository}",
+        what=REFUSAL or f"Upload {settings.exported} and its card to {settings.publish.repository}",
     threads: 1
     resources:
         mem_mb=2000,

@@ -1,16 +1,17 @@
-# The adapter. One job, which resumes from its own state and follows `train.steps` while it runs. The state, the best
+# The adapter or the LoRA. One job, which resumes from its own state and follows `train.steps` while it runs. The state, the best
 # and kept checkpoints and the metrics are no outputs: Snakemake would delete them, or put back older ones, when the job
 # is stopped. The output is the best checkpoint of the training that has come to its end.
 
 
 rule train:
     message:
-        "Train the adapter to step {params.settings[train][steps]}"
+        "Train to step {params.settings[train][steps]}"
     input:
         settings=f"{RUN}/settings/train.json",
         plan=f"{RUN}/settings/plan.json",
         index=f"{RUN}/shards.json",
-        blocks=BLOCKS["train"] + BLOCKS["val"],
+        blocks=[block for split in PACK.trained_on for block in BLOCKS[split]],
+        base=BASE,
         seed_table=[f"{RUN}/shards/seed_table.safetensors"] if settings.adapter.vocabulary else [],
         vision_proj=[f"{RUN}/shards/vision_proj.safetensors"] if settings.adapter.vision_dim else [],
     output:
@@ -21,10 +22,7 @@ rule train:
         f"{RUN}/benchmarks/train.tsv"
     params:
         settings=settings.model_dump(),
-        configfiles=[
-            f"{workflow.basedir}/config.yaml",
-            *map(str, workflow.config_settings.configfiles),
-        ],
+        configfiles=settings_files,
         overrides=workflow.config_settings.config,
     threads: 8
     resources:

@@ -17,7 +17,7 @@ with job(snakemake.log[0]):
     index = read_json(files.index)
     val, probes = (listed(Path(settings.folder), index, split) for split in ("val", "probe"))
     mean = checkpoints.unpack(checkpoints.load(Path(files.trained))[0])[1].mean
-    result = evaluation.evaluate(settings, Path(files.gguf), mean, Path(files.trained), val, samples, probes)
+    result = evaluation.evaluate(settings, Path(files.exported), mean, Path(files.trained), val, samples, probes)
     write_json(snakemake.output[0], result)
     metrics = result["metrics"]
     log.info(

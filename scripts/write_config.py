@@ -18,7 +18,8 @@ Every setting with its default. Leave this file as it is: put what you want othe
 packs/<pack>/pack.yaml, then your own --configfile, then --config on the command line.
 
 A setting marked * may change at any time: nothing that was computed depends on it. When another one changes,
-its stage and those below are redone, and no others.
+its stage and those below are redone, and no others. What is [adapters], [LoRAs] or, of adapters, [pictures] is for
+packs of that kind alone; others refuse it.
 
 Written by scripts/write_config.py from scripts/trainer/config.py."""
 
@@ -37,7 +38,8 @@ def config_yaml() -> str:
     for name, field in Settings.model_fields.items():
         lines.append("")
         if _is_group(field):
-            lines += [*_comment(field.annotation.__doc__ or "", 0), f"{name}:"]
+            group = field.annotation
+            lines += [*_comment(_marked(group.__doc__ or "", group.of), 0), f"{name}:"]
             for key, inner in field.annotation.model_fields.items():
                 lines += _setting(key, inner, 2)
         else:
@@ -55,14 +57,17 @@ def _is_group(field: FieldInfo) -> bool:
 
 
 def _setting(name: str, field: FieldInfo, indent: int) -> list[str]:
-    extra = field.json_schema_extra
-    mark = "* " if isinstance(extra, dict) and extra.get("live") else ""
-    text = f"{mark}{field.description}"
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    text = _marked(field.description or "", extra.get("of"), live=bool(extra.get("live")))
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if not all(choice in text for choice in choices):
         text += f" ({', '.join(choices)})"
     value = yaml.safe_dump(field.default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
     return [*_comment(text, indent), f"{' ' * indent}{name}: {value}"]
+
+
+def _marked(text: str, of: str | None, live: bool = False) -> str:
+    return f"{'* ' if live else ''}{f'[{of}] ' if of else ''}{text}"
 
 
 def _comment(text: str, indent: int) -> list[str]:

@@ -26,7 +26,7 @@ def build(root: Path, pack: str = "demo", steps: int = 600, **settings: object) 
     folder = Path(made.folder)
     for name in ("checkpoints", "benchmarks"):
         (folder / name).mkdir(parents=True)
-    Path(made.gguf).write_bytes(b"GGUF" + bytes(9_700_000))
+    Path(made.exported).write_bytes(b"GGUF" + bytes(9_700_000))
     synthetic = made.precompute.teacher == "synthetic"
     _write(folder / "materials.json", {"materials": _materials(pack)})
     _write(folder / "corpus.json", _corpus())
@@ -148,7 +148,7 @@ def _evaluation(settings: Settings, steps: int, synthetic: bool) -> dict:
     metrics |= {"rel_mse": 0.0611, "roundtrip_cos": 0.9999987, "baseline_cos": 0.4021, "cos_centered": 0.9512}
     metrics["probe_cos"] = 0.7325
     return {
-        "gguf": settings.gguf,
+        "gguf": settings.exported,
         "pack": settings.pack,
         "run": settings.run,
         "kind": "seeded_resampler",

@@ -54,7 +54,11 @@ def test_a_card_has_command_figures_training_origin_and_licences(pixart):
     folder, settings = pixart
     card = written(folder, settings)
     for text in (
-        *("--llm-adapter pig_t5_adapter-f16.gguf", sha256(settings.gguf), "| a single word | 40 | 0.6100 | 0.3500 |"),
+        *(
+            "--llm-adapter pig_t5_adapter-f16.gguf",
+            sha256(settings.exported),
+            "| a single word | 40 | 0.6100 | 0.3500 |",
+        ),
         *("| **validation cosine** | **0.9697** |", "| relative error (`rel_mse`) | 0.0611 |", "600 of 600 steps"),
         *("c" * 40, "apache-2.0, as its repository says", "None was chosen for this file.", "`pig_clip-f16.gguf`"),
     ):

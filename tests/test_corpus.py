@@ -6,10 +6,11 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 from trainer import corpus, corpus_files, near_duplicates, probe
 from trainer.config import Corpus
-from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.files import write_json
+from trainer.packs.base import AdapterPack
 
+SPLITS = AdapterPack.splits
 OUTPUTS = (*SPLITS, "summary")
 WORDS = ["fox", "owl", "teapot", "river", "castle", "moon", "lamp", "violin"]
 WORDS += ["rain", "desert", "ship", "garden", "robot", "glass", "winter"]
@@ -27,6 +28,10 @@ quick = settings(
 )
 
 
+def build(options: Corpus, records: list[Path], outputs: dict[str, Path]) -> None:
+    corpus.build(options, records, {split: outputs[split] for split in SPLITS}, outputs["summary"])
+
+
 class Built:
     """A corpus built from files of the given texts."""
 
@@ -39,7 +44,7 @@ class Built:
         self.folder = folder
         self.settings = Corpus(presets=[], files=list(map(str, paths)), **chosen)
         self.outputs = {name: folder / name for name in OUTPUTS}
-        corpus.build(self.settings, [], **self.outputs)
+        build(self.settings, [], self.outputs)
         self.summary = json.loads(self.outputs["summary"].read_text(encoding="utf-8"))
 
     def rows(self, split: str) -> list[dict]:
@@ -227,7 +232,7 @@ def test_at_a_threshold_of_1_only_equal_prompts_are_one(tmp_path):
 
 def test_the_demo_preset_fills_both_splits(tmp_path):
     settings = Corpus(presets=["demo"], n_train=3600, n_val=400, val_fraction=0.1)
-    corpus.build(settings, [], **{name: tmp_path / name for name in OUTPUTS})
+    build(settings, [], {name: tmp_path / name for name in OUTPUTS})
     summary = json.loads((tmp_path / "summary").read_text())
     assert summary["train"] == {"prompts": 3600, "empty": 36}
     assert summary["val"] == {"prompts": 400, "empty": 4}
@@ -242,14 +247,14 @@ def test_a_downloaded_preset_is_read_from_its_material(tmp_path):
     record = {"id": "prompts-gustavosta", "path": str(tmp_path / "data.parquet")}
     write_json(tmp_path / "record.json", record)
     settings = Corpus(presets=["gustavosta"], val_fraction=0.4)
-    outputs = [tmp_path / name for name in OUTPUTS]
-    corpus.build(settings, [tmp_path / "record.json"], *outputs)
-    summary = json.loads(outputs[3].read_text())
+    outputs = {name: tmp_path / name for name in OUTPUTS}
+    build(settings, [tmp_path / "record.json"], outputs)
+    summary = json.loads(outputs["summary"].read_text())
     assert summary["sources"]["gustavosta"]["read"] == 100
 
     pq.write_table(pa.table({"words": many(100)}), tmp_path / "data.parquet")
     with pytest.raises(TrainerError, match=r"data\.parquet has no column `prompt`.*found: `words`"):
-        corpus.build(settings, [tmp_path / "record.json"], *outputs)
+        build(settings, [tmp_path / "record.json"], outputs)
 
 
 def test_fewer_prompts_than_wanted_is_a_warning_that_names_the_setting(tmp_path):
@@ -278,7 +283,7 @@ def ready_made(folder: Path, train: list[str], val: list[str]) -> tuple[dict, di
         presets=[], train_file=str(folder / "t.txt"), val_file=str(folder / "v.txt"), n_train=50, n_val=20
     )
     outputs = {name: folder / name for name in OUTPUTS}
-    corpus.build(settings, [], **outputs)
+    build(settings, [], outputs)
     rows = {
         split: [json.loads(line) for line in outputs[split].read_text(encoding="utf-8").splitlines()]
         for split in ("train", "val")
@@ -320,9 +325,9 @@ def test_ready_made_splits_of_another_size_than_set_are_a_warning(tmp_path):
 def test_unreadable_lines_are_skipped_counted_and_listed(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_bytes("\n".join(many(150)).encode() + b"\nnot \xff text\nbad \xc3(\n")
-    outputs = [tmp_path / name for name in OUTPUTS]
-    corpus.build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], *outputs)
-    summary = json.loads(outputs[3].read_text())
+    outputs = {name: tmp_path / name for name in OUTPUTS}
+    build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], outputs)
+    summary = json.loads(outputs["summary"].read_text())
     assert summary["skipped"] == [
         {"source": str(path), "line": line, "reason": "not valid UTF-8"} for line in (151, 152)
     ]
@@ -333,9 +338,9 @@ def test_unreadable_lines_are_skipped_counted_and_listed(tmp_path):
 def test_at_most_a_hundred_unreadable_lines_are_listed(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_bytes("\n".join(many(3000)).encode() + b"\n" + b"\xff\n" * 150)
-    outputs = [tmp_path / name for name in OUTPUTS]
-    corpus.build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], *outputs)
-    summary = json.loads(outputs[3].read_text())
+    outputs = {name: tmp_path / name for name in OUTPUTS}
+    build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], outputs)
+    summary = json.loads(outputs["summary"].read_text())
     assert len(summary["skipped"]) == 100
     assert summary["dropped"]["unreadable"] == 150
 
@@ -344,7 +349,7 @@ def test_more_than_5_percent_unreadable_lines_stop_the_stage(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_bytes("\n".join(many(94)).encode() + b"\n" + b"\xff\n" * 6)
     with pytest.raises(TrainerError, match=r"6 of 100 prompts of .*mine\.txt cannot be read \(the first is line 95"):
-        corpus.build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], *[tmp_path / n for n in OUTPUTS])
+        build(Corpus(presets=[], files=[str(path)], val_fraction=0.4), [], {n: tmp_path / n for n in OUTPUTS})
 
 
 def test_the_probe_prompts_are_there_whatever_the_corpus_and_none_of_them_is_trained_on(tmp_path):

@@ -31,7 +31,7 @@ from trainer.batches import Batch
 from trainer.chat_templates import Chat
 from trainer.config import Settings
 from trainer.materials import Record
-from trainer.packs.base import Pack, Template
+from trainer.packs.base import AdapterPack, Template
 from trainer.packs.llada_image import PACK as LLADA
 from trainer.packs.mageflow import PACK as MAGEFLOW
 from trainer.packs.pixart import PACK as PIXART
@@ -312,13 +312,13 @@ def write_zeros(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         file.truncate(file.tell() + offset)
 
 
-def tiny_settings(folder: Path, pack: Pack) -> Settings:
+def tiny_settings(folder: Path, pack: AdapterPack) -> Settings:
     """A small adapter for a tiny student, at the engine's own size of a row."""
     shape = {"width": WIDTH, "depth": 2, "student_dim": STUDENT} | ({"vision_dim": VISION} if pack.vision_dim else {})
     return Settings(pack=pack.name, run="tiny", runs_dir=str(folder), adapter=shape)
 
 
-def write_adapter(folder: Path, pack: Pack) -> None:
+def write_adapter(folder: Path, pack: AdapterPack) -> None:
     """Export a best checkpoint in which nothing is at its initial value and no standardization is trivial."""
     generator = torch.Generator().manual_seed(1)
     settings = tiny_settings(folder, pack)
@@ -416,7 +416,7 @@ def ours_of_chat(folder, student):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     model = students.load(folder / "student.gguf", "qwen3", torch.float32, "cpu").model
 
-    def encode(text: str, images: list[np.ndarray], area: int, pack: Pack) -> Conditioning:
+    def encode(text: str, images: list[np.ndarray], area: int, pack: AdapterPack) -> Conditioning:
         teacher = teachers.load(pack.teacher, folder / "qwen", torch.float32)
         contract, adapter = teacher.contract, evaluation.load_adapter(folder / f"{pack.name}.gguf", torch.device("cpu"))
         sizes = [contract.size(*image.shape[:2], area) for image in images]
@@ -446,7 +446,7 @@ def ours_of_chat(folder, student):
 def engine(folder, tmp_path):
     """The engine's conditioning of a prompt with the adapter of a pack."""
 
-    def encode(prompt: str, pack: Pack, *more: str, side: int = 64) -> Conditioning:
+    def encode(prompt: str, pack: AdapterPack, *more: str, side: int = 64) -> Conditioning:
         files = {
             "--diffusion-model": f"{pack.name}.safetensors",
             "--vae" if pack is QWEN_IMAGE else "--tae": f"{pack.name}-vae.safetensors",
@@ -557,7 +557,7 @@ def test_the_engine_reads_the_companion_and_takes_a_reference_image_through_it(f
 @pytest.mark.parametrize(
     ("raw", "pack"),
     [*((raw, QWEN_IMAGE) for raw in PROMPTS), *((raw, MAGEFLOW) for raw in PROMPTS[:4])],
-    ids=lambda it: it.name if isinstance(it, Pack) else None,
+    ids=lambda it: it.name if isinstance(it, AdapterPack) else None,
 )
 def test_the_engine_words_and_conditions_text_as_we_do(ours_of_chat, engine, pack, raw):
     prompt = for_engine(raw)

@@ -22,7 +22,7 @@ def train_and_export(folder, pack):
     settings = tiny_runs.settings(folder, pack, steps=60, keep_every=10, lr=3e-3)
     inputs = tiny_runs.make(settings)
     go(settings, inputs)
-    out = Path(settings.gguf)
+    out = Path(settings.exported)
     export.export_best(settings, tiny_runs.RECORDS, inputs.run / "checkpoints" / "best.safetensors", out)
     return settings, inputs, out
 
@@ -450,7 +450,7 @@ def test_a_synthetic_teacher_is_told_in_the_file_and_in_its_name(tmp_path):
     settings = settings.model_validate(settings.model_dump() | {"precompute": {"teacher": "synthetic"}})
     inputs = tiny_runs.make(settings)
     go(settings, inputs)
-    out = Path(settings.gguf)
+    out = Path(settings.exported)
     export.export_best(settings, tiny_runs.RECORDS, inputs.run / "checkpoints" / "best.safetensors", out)
     assert out.name == "pig_t5_adapter-synthetic-f16.gguf"
     assert export.read_keys(out)["adapter.teacher"] == "synthetic"

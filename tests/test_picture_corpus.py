@@ -15,11 +15,12 @@ from PIL import Image
 from tiny_pictures import encoded, picture, write_coco, write_flickr30k, write_folder
 from trainer import config, contact_sheet, corpus, corpus_files, packs, picture_corpus, picture_sources, pictures
 from trainer.config import Corpus
-from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.files import write_json
+from trainer.packs.base import AdapterPack
 from workflow import CHECKOUT
 
+SPLITS = AdapterPack.splits
 COUNTS = {"n_image": 400, "n_two": 40, "n_val_image": 100, "val_fraction": 0.4}
 
 
@@ -36,9 +37,9 @@ class Built:
         chosen = {"presets": [], "image_presets": list(presets), "image_folders": list(map(str, folders))}
         self.settings = Corpus(**chosen | COUNTS | changes)
         self.outputs = {split: self.folder / f"{split}.jsonl" for split in SPLITS}
-        self.outputs["summary"] = folder / "corpus.json"
-        picture_corpus.build(self.settings, records, **self.outputs, threads=2)
-        self.summary = json.loads(self.outputs["summary"].read_text(encoding="utf-8"))
+        summary = folder / "corpus.json"
+        picture_corpus.build(self.settings, records, self.outputs, summary, threads=2)
+        self.summary = json.loads(summary.read_text(encoding="utf-8"))
         self.told = self.summary["pictures"]
 
     def samples(self, split: str) -> list[corpus_files.Sample]:
@@ -328,14 +329,14 @@ def test_the_prompts_without_pictures_are_those_of_a_corpus_without_pictures(tmp
     with_pictures = Built(tmp_path, root, presets={}, files=[], n_text=0)
     assert not [s for s in with_pictures.samples("train") if not s.images]
     settings = Corpus(presets=["demo"], n_train=80, n_val=20, val_fraction=0.2)
-    outputs = {name: tmp_path / name for name in (*SPLITS, "summary")}
-    corpus.build(settings, [], **outputs)
+    outputs = {name: tmp_path / name for name in SPLITS}
+    corpus.build(settings, [], outputs, tmp_path / "summary")
     folder = tmp_path / "corpus"
-    paths = {split: folder / f"{split}.jsonl" for split in SPLITS} | {"summary": tmp_path / "corpus.json"}
+    paths = {split: folder / f"{split}.jsonl" for split in SPLITS}
     mixed = Corpus(
         presets=["demo"], image_folders=[str(root)], **COUNTS | {"val_fraction": 0.2, "n_text": 80, "n_val_text": 20}
     )
-    picture_corpus.build(mixed, [], **paths)
+    picture_corpus.build(mixed, [], paths, tmp_path / "corpus.json")
     for split in SPLITS:
         without = [sample for sample in corpus_files.read(paths[split]) if not sample.images]
         assert without == list(corpus_files.read(outputs[split]))

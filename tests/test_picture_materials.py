@@ -13,9 +13,9 @@ from fake_hub import COMMIT, LARGE, FakeHub
 from tiny_pictures import write_coco, write_flickr30k, write_folder
 from trainer import finding, hub, materials, picture_corpus
 from trainer.config import Corpus, Settings
-from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.materials import read_record
+from trainer.packs.base import AdapterPack
 from trainer.report import write_report
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -113,8 +113,8 @@ def test_a_report_shows_some_of_the_samples_with_their_pictures_in_one_small_fil
     pictures = write_folder(tmp_path / "in", range(40))
     (pictures / "00.png").write_bytes(b"broken")
     chosen = Corpus(presets=[], image_folders=[str(pictures)], n_image=300, n_two=30, n_val_image=20, val_fraction=0.3)
-    split = {name: folder / "corpus" / f"{name}.jsonl" for name in SPLITS}
-    picture_corpus.build(chosen, [], **split, summary=folder / "corpus.json")
+    split = {name: folder / "corpus" / f"{name}.jsonl" for name in AdapterPack.splits}
+    picture_corpus.build(chosen, [], split, folder / "corpus.json")
     out = folder / "report.html"
     write_report(folder, run, out)
     page = out.read_text(encoding="utf-8")

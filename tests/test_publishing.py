@@ -36,7 +36,7 @@ def gguf(path, run, teacher="owner/t5"):
 def finished(tmp_path):
     """A finished run with two files: its settings and its card."""
     folder, settings = finished_run.build(tmp_path, pack="llada_image", publish={"repository": "me/my-adapter"})
-    for file in (settings.gguf, settings.companion):
+    for file in (settings.exported, settings.companion):
         (path := tmp_path / file).unlink(missing_ok=True)
         gguf(path, settings.run)
     write_card(folder, settings, folder / "README.md")
@@ -64,7 +64,7 @@ def test_files_and_card_arrive_whole_in_one_commit_in_a_private_repository(hub, 
     )
     assert hub.files == {
         "README.md": card.read_bytes(),
-        "pig_llada_adapter-f16.gguf": (tmp_path / settings.gguf).read_bytes(),
+        "pig_llada_adapter-f16.gguf": (tmp_path / settings.exported).read_bytes(),
         "pig_llada_adapter_sigvq-f16.gguf": (tmp_path / settings.companion).read_bytes(),
     }
     assert [it["summary"] for it in hub.commits] == ["Upload pig_llada_adapter-f16.gguf"]
@@ -84,7 +84,7 @@ def test_publishing_again_sends_and_commits_only_what_is_new(hub, finished):
 
 def test_an_upload_that_broke_off_leaves_no_commit_and_goes_on_with_what_is_missing(hub, finished):
     settings, card = finished
-    first, second = sha256(settings.gguf), sha256(settings.companion)
+    first, second = sha256(settings.exported), sha256(settings.companion)
     hub.refused = {second}
     assert "run the same command again" in refused(settings, card)
     assert (hub.commits, hub.files) == ([], {})
@@ -118,7 +118,7 @@ def test_a_token_that_the_hub_does_not_know_is_told(hub, finished, monkeypatch):
 
 def test_nothing_is_uploaded_without_a_repository_a_token_or_a_real_teacher(hub, finished, monkeypatch, tmp_path):
     settings, card = finished
-    gguf(tmp_path / settings.gguf, settings.run, teacher="synthetic")
+    gguf(tmp_path / settings.exported, settings.run, teacher="synthetic")
     write_card(card.parent, settings, card)
     assert "synthetic teacher" in refused(settings, card)
     settings.precompute.teacher = "synthetic"
@@ -134,7 +134,7 @@ def test_nothing_is_uploaded_without_a_repository_a_token_or_a_real_teacher(hub,
 
 def test_a_file_of_another_run_or_of_another_card_is_not_uploaded(hub, finished, tmp_path):
     settings, card = finished
-    path = tmp_path / settings.gguf
+    path = tmp_path / settings.exported
     path.unlink()
     gguf(path, "another")
     assert "belongs to run another" in refused(settings, card)

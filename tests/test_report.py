@@ -134,7 +134,7 @@ def test_a_synthetic_teacher_is_said_first_and_the_engines_command_is_ready_for_
     command = html.unescape(re.sub(r"<[^>]+>", "", re.search(r"<pre>(.*?ggk.*?)</pre>", page, re.S).group(1)))
     words = shlex.split(command)
     assert words[:3] == ["ggk", "diffuser", "engine"]
-    assert words[words.index("--llm-adapter") + 1] == settings.gguf
+    assert words[words.index("--llm-adapter") + 1] == settings.exported
     assert words[words.index("-p") + 1] == "close-up portrait of a young lady"
 
 

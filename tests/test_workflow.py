@@ -42,7 +42,7 @@ def test_a_dry_run_lists_tens_of_jobs_with_their_reasons(tmp_path, pack):
     made = Project(tmp_path, {"pack": pack, "run": pack}, pack=pack)
     profile = str(CHECKOUT / "packs" / pack / "pack.yaml")
     output = made.snakemake("--dry-run", "--configfile", profile)
-    assert "Train the adapter" in output
+    assert "Train to step" in output
     assert "Missing output files" in output
     total = int(output.rsplit("total", 1)[1].split()[0])
     assert 10 <= total < 100

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer import adapters, checkpoints, devices, packs, recipe, scoring
 from trainer.batches import Batch
-from trainer.config import Settings
+from trainer.config import Settings, stage_settings
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json
 from trainer.job import log
@@ -65,8 +65,7 @@ class AdapterTask(Task):
         self.val_columns = {"val_cos": self.metric, "val_rel_mse": "rel_mse"}
         self.batch_tokens = self.options.batch_tokens or sys.maxsize
         self.made_from = {
-            "adapter": settings.adapter.fingerprint(),
-            "train": settings.train.fingerprint(),
+            **stage_settings(settings, "train")["train"],
             "shards": trained_on(inputs.index),
         }
         self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}

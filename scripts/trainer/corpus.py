@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,21 +62,14 @@ class Tally:
 
 
 def build(
-    settings: Corpus,
-    records: Iterable[str | Path],
-    train: str | Path,
-    val: str | Path,
-    probe: str | Path,
-    summary: str | Path,
+    settings: Corpus, records: Iterable[str | Path], paths: Mapping[str, str | Path], summary: str | Path
 ) -> None:
     """Write the prompts of each split as JSON lines, and what became of everything that was read.
 
     Args:
         settings: the settings of the stage.
         records: the material records (JSON) of the presets that are files.
-        train: the file for train prompts, one object {"id", "text", "source"} a line, sorted by id.
-        val: the same for val.
-        probe: the same for probe.
+        paths: by split, the file for its prompts: one object {"id", "text", "source"} a line, sorted by id.
         summary: the file for counts, drops and the length histogram.
 
     Raises:
@@ -90,7 +83,7 @@ def build(
     prompts = _with_text(splits)
     _check_sizes(settings, prompts, tally)
     splits["probe"] = probes(splits["train"])
-    write(splits, {"train": train, "val": val, "probe": probe})
+    write(splits, paths)
     write_json(summary, summarized(splits, tally))
     log.info(
         "corpus: %d train and %d val prompts of %d read; dropped: %s",
@@ -114,7 +107,7 @@ def probes(train: dict[str, Prompt]) -> dict[str, Prompt]:
     return {key: prompt for key, prompt in prompts.items() if key not in train}
 
 
-def write(splits: Splits, paths: dict[str, str | Path]) -> None:
+def write(splits: Splits, paths: Mapping[str, str | Path]) -> None:
     """Write each split as JSON lines {"id", "text", "source"}, and "images" where there are some, sorted by id."""
     for split, path in paths.items():
         with written_whole(path) as aside, open(aside, "w", encoding="utf-8", newline="\n") as file:

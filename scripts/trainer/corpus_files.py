@@ -1,16 +1,15 @@
-"""Samples as corpus/{train,val,probe}.jsonl hold them."""
+"""Samples of adapters as corpus/{train,val,probe}.jsonl hold them, and the names of splits."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from trainer.errors import TrainerError
 
-# To train, to choose a checkpoint by, and neither (`trainer.probe`).
-Split = Literal["train", "val", "probe"]
-SPLITS: tuple[Split, ...] = get_args(Split)
+# To train, to choose a checkpoint by, and, of adapters, neither (`trainer.probe`), of LoRAs the captions of both.
+Split = Literal["train", "val", "probe", "text"]
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ class _Doctor:
 
     def _prompts(self) -> tuple[list[str], float | None]:
         """Some prompts as the run will have them, and how many samples there are at most, if that is known."""
-        made = {split: self.folder / "corpus" / f"{split}.jsonl" for split in corpus_files.SPLITS}
+        made = {split: self.folder / "corpus" / f"{split}.jsonl" for split in self.pack.splits}
         if all(file.exists() for file in made.values()):  # in order of hashes, so that the first are as good as any
             texts = [sample.text for sample in islice(corpus_files.read(made["train"]), _SAMPLED)]
             return texts, sum(1 for file in made.values() for _ in corpus_files.read(file))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from trainer import packs
 from trainer.config import Settings
-from trainer.corpus_files import SPLITS
 
 GB = 1e9
 # Of a training step, bytes that autograd keeps for a slot of width 1 in one block (counted on a run in bf16).
@@ -71,7 +70,7 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
     """Estimate a run; `samples` and their average `size` in bytes where they are known."""
     pack, shape, train = packs.get(settings.pack), settings.adapter, settings.train
     work, width = pack.work, shape.width
-    prompts = samples or sum(map(settings.samples, SPLITS))
+    prompts = samples or sum(map(settings.samples, pack.splits))
     size = size or sample_bytes(settings)
     teacher = sum(material.gigabytes for material in pack.materials if material.role == "teacher")
 
@@ -80,7 +79,7 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
         + work.tower_parameters * work.vision_rows
         + work.student_parameters * work.student_tokens
     )  # fmt: skip
-    blocks = sum(map(settings.blocks, SPLITS))
+    blocks = sum(map(settings.blocks, pack.splits))
     # Each block reads the teacher once and writes its shards.
     moved = blocks * teacher + prompts * size / GB
     precompute = max(operations / (machine.tflops * 1e12), moved / machine.disk)

@@ -1,8 +1,10 @@
 """Finding a material where it is, checking and linking it, downloading it where it is missing."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -13,6 +15,7 @@ from trainer import completeness, files, hub, packs
 from trainer.config import Adapter, Settings
 from trainer.errors import TrainerError
 from trainer.job import log
+from trainer.lora import bases, families
 from trainer.materials import Record, declared, get, read_record
 from trainer.packs.base import Material
 
@@ -143,6 +146,9 @@ class _Search:
             yield from (_Candidate(path, "package") for path in _in_package(material))
             return
         own = self.folder / material.id
+        if material.kind == "made":
+            yield from [_Candidate(_absolute(own), "made")] if own.is_dir() else []
+            return
         if own.is_symlink() and own.exists():
             yield _Candidate(_absolute(own.parent / own.readlink()), "run")
         elif own.exists():
@@ -175,6 +181,7 @@ class _Search:
         """What the hub has, asked once; None if that cannot be known."""
         if self._listing is None:
             try:
+                bases.refuse_gated(self.material.repository or "", os.environ.get("HF_TOKEN"))
                 self._listing = hub.listing(self.material, self.commit or self.requested)
             except TrainerError as error:
                 self._listing = error
@@ -250,10 +257,12 @@ class _Search:
         if material.role == "student":
             _check_student(path, self.settings)
             return [path.name], None
+        if material.role == "base":
+            _check_base(path, self.settings)
         names = completeness.folder_files(path, material.patterns, material.optional)
         for file, expects in material.expects.items():
             completeness.check_config(path, file, {key: _resolved(value, adapter) for key, value in expects.items()})
-        if material.role in ("teacher", "companion"):
+        if material.role in ("teacher", "companion", "base"):
             completeness.check_weights(path, names)
         if material.role == "images":
             completeness.check_pictures(path, names)
@@ -266,6 +275,8 @@ class _Search:
             TrainerError: it cannot be downloaded; how to get it by hand.
         """
         material = self.material
+        if material.kind == "made":
+            return self._examine(_Candidate(self._make(), "made"))
         if material.kind == "package":
             raise TrainerError(
                 f"{material.title} comes with the package {material.package}, which is not installed or not whole; "
@@ -288,6 +299,16 @@ class _Search:
             hub.write_prompts(material, revision, path)
             return self._examine(_Candidate(path, "downloaded", revision))
         return self._examine(_Candidate(_absolute(hub.download(material, listing, self.digests)), "downloaded"))
+
+    def _make(self) -> Path:
+        """Have the material's module write its folder, which appears whole."""
+        folder = self.folder / self.material.id
+        aside = folder.with_name(f".{folder.name}.part")
+        shutil.rmtree(aside, ignore_errors=True)
+        importlib.import_module(str(self.material.module)).build(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(aside, folder)
+        return _absolute(folder)
 
 
 def _in_package(material: Material) -> list[Path]:
@@ -328,6 +349,14 @@ def _resolved(value: Any, adapter: Adapter) -> Any:
     """An expected value; `adapter.<name>` is the run's setting of that name."""
     group, _, name = str(value).partition(".")
     return getattr(adapter, name) if group == "adapter" else value
+
+
+def _check_base(path: Path, settings: Settings) -> None:
+    """Refuse a base that is none, or of another family, or that cannot be trained as the settings say."""
+    family = families.get(packs.get(settings.pack).family)
+    bases.check(path, family, settings.lora.base_precision)
+    for warning in bases.warnings(str(path), family):
+        log.warning("warning: %s", warning)
 
 
 def _check_student(path: Path, settings: Settings) -> None:

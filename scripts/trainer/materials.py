@@ -5,13 +5,14 @@ Light to import: the Snakefile asks for the ids on every call. `trainer.finding`
 
 import contextlib
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer import files, packs
 from trainer.config import Settings
 from trainer.errors import TrainerError
+from trainer.lora import bases
 from trainer.packs.base import Material, prompt_material
 from trainer.packs.picture_sets import picture_material
 
@@ -21,7 +22,7 @@ class Record:
     """What a run used: one runs/<run>/materials/<id>.json.
 
     path: absolute; a snapshot's folder, or the one file.
-    found: `path`, `package`, `run`, `search`, `other run`, `cache` or `downloaded`.
+    found: `path`, `package`, `made`, `run`, `search`, `other run`, `cache` or `downloaded`.
     revision: commit of the repository; null where a local copy does not say and no hub confirmed it.
     files: name (relative to the folder), bytes and sha256 of each.
     digest: identity of the content, the same wherever it lies.
@@ -80,7 +81,7 @@ def recorded_files(settings: Settings, id: str) -> list[str]:
 
 
 def ids(settings: Settings, role: str | tuple[str, ...] | None = None) -> list[str]:
-    """Ids of the materials that a run needs, of the given role or roles; without one, all the adapter is made from."""
+    """Ids of the materials that a run needs, of the given role or roles; without one, all that the run is made from."""
     roles = (role,) if isinstance(role, str) else role
     synthetic = settings.precompute.teacher == "synthetic"
     return [
@@ -88,6 +89,7 @@ def ids(settings: Settings, role: str | tuple[str, ...] | None = None) -> list[s
         for material in declared(settings)
         if (material.role in roles if roles else material.role != "companion")
         and not (synthetic and material.role == "teacher")
+        and not (settings.pictures.folder and material.role == "pictures")
     ]
 
 
@@ -100,4 +102,13 @@ def declared(settings: Settings) -> list[Material]:
     """All materials of the settings' pack and presets."""
     presets = [prompt_material(preset) for preset in settings.corpus.presets if preset != "demo"]
     pictures = map(picture_material, settings.corpus.image_presets)
-    return [*packs.get(settings.pack).materials, *presets, *pictures]
+    own = [_chosen(settings, material) for material in packs.get(settings.pack).materials]
+    return [*own, *presets, *pictures]
+
+
+def _chosen(settings: Settings, material: Material) -> Material:
+    """A pack's material, which for a base is another repository's where the settings name one."""
+    named = settings.lora.base
+    if material.role != "base" or not named or bases.is_folder(named) or named == material.repository:
+        return material
+    return replace(material, kind="hub", repository=named, revision="main", title=f"{named} (base)")

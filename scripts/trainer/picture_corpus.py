@@ -11,7 +11,7 @@ partner: added pictures take some places and change nothing else.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -57,9 +57,7 @@ class _Report:
 def build(
     settings: Corpus,
     records: Iterable[str | Path],
-    train: str | Path,
-    val: str | Path,
-    probe: str | Path,
+    paths: Mapping[str, str | Path],
     summary: str | Path,
     threads: int = 1,
 ) -> None:
@@ -68,9 +66,8 @@ def build(
     Args:
         settings: the settings of the stage.
         records: the material records (JSON) of prompt and picture presets.
-        train: the file for train samples: {"id", "text", "source", "images": names} a line, sorted by id.
-        val: the same for val.
-        probe: the same for probe, whose samples have no pictures.
+        paths: by split, the file for its samples: {"id", "text", "source", "images": names} a line, sorted by id;
+            those of probe have no pictures.
         summary: the file for counts, drops and the length histogram.
         threads: pictures decoded at a time.
 
@@ -78,7 +75,7 @@ def build(
         TrainerError: a source cannot be read, too many of its pictures are broken, or too few samples are left.
     """
     records = list(records)
-    store = Store(Path(train).parent / "images")
+    store = Store(Path(paths["train"]).parent / "images")
     tally, report = Tally(), _Report()
     pictures = _gathered(settings, _sources(settings, records), store, threads, tally, report)
     pools = _split(pictures, settings)
@@ -95,7 +92,7 @@ def build(
     samples = {split: _counted(rows.values()) for split, rows in splits.items()}
     _check_counts(settings, samples, tally)
     splits["probe"] = corpus.probes(splits["train"])
-    corpus.write(splits, {"train": train, "val": val, "probe": probe})
+    corpus.write(splits, paths)
     store.drop_others({picture.name for picture in pictures})
     shown = {
         "read": report.read,

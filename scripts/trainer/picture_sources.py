@@ -70,6 +70,14 @@ def folder(path: str) -> Source:
     return Source(path, len(names), pictures())
 
 
+def count(path: str) -> int:
+    """How many pictures are directly in a folder; 0 where it cannot be read."""
+    try:
+        return sum("/" not in name for name, _ in _below(path, SUFFIXES))
+    except OSError:
+        return 0
+
+
 def folder_digest(path: str, suffixes: tuple[str, ...] = _CAPTIONED, setting: str = "corpus.image_folders") -> str:
     """A digest of the names, sizes and times of what `listing` finds: another one if anything changed.
 

@@ -42,7 +42,7 @@ def publish(settings: Settings, card: Path) -> str:
 
     if reason := refusal(settings):
         raise TrainerError(reason)
-    repository, files = str(settings.publish.repository), [Path(settings.gguf)]
+    repository, files = str(settings.publish.repository), [Path(settings.exported)]
     files += [Path(settings.companion)] if settings.companion else []
     _check(settings, files, card)
     disable_progress_bars()

@@ -25,7 +25,6 @@ from safetensors import SafetensorError, safe_open
 
 from trainer import __version__, contact_sheet, results
 from trainer.config import Settings
-from trainer.corpus_files import SPLITS
 from trainer.files import read_json, sha256, write_text
 from trainer.packs.base import Metric
 
@@ -77,7 +76,7 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         materials=result.materials,
         corpus=corpus,
         shards=shards,
-        splits=[split for split in SPLITS if split in shards],
+        splits=[split for split in pack.splits if split in shards],
         charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
         sheet=contact_sheet.samples(run_folder / "corpus"),
         worst=[

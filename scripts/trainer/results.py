@@ -12,7 +12,7 @@ from trainer import packs, probe
 from trainer.config import Settings
 from trainer.files import read_json
 from trainer.job import duration
-from trainer.packs.base import Pack
+from trainer.packs.base import AdapterPack
 
 MINUS = "\N{MINUS SIGN}"
 FIGURES: dict[str, str] = {
@@ -43,7 +43,7 @@ class Result:
     """A finished run: its settings and pack, and the content of eval.json, corpus.json, shards.json, materials.json."""
 
     settings: Settings
-    pack: Pack
+    pack: AdapterPack
     evaluation: dict[str, Any]
     corpus: dict[str, Any]
     shards: dict[str, Any]
@@ -52,7 +52,7 @@ class Result:
     @property
     def gguf(self) -> Path:
         """The exported file."""
-        return Path(self.settings.gguf)
+        return Path(self.settings.exported)
 
     @property
     def figure(self) -> str:
@@ -71,7 +71,7 @@ class Result:
 
     def command(self, absolute: bool) -> str:
         """The engine's command line with the file, by its path or only its name; "" where no engine reads it."""
-        return self.pack.command.replace("{gguf}", _quoted(self.settings.gguf, absolute))
+        return self.pack.command.replace("{gguf}", _quoted(self.settings.exported, absolute))
 
     def reference(self, absolute: bool) -> str:
         """What a reference picture adds to it; "" where the companion that it takes is not written."""

@@ -36,13 +36,13 @@ from typing import Any
 
 import psutil
 
-from trainer import config, control, materials
+from trainer import config, control, materials, packs
 from trainer.config import Settings
-from trainer.corpus_files import SPLITS
 from trainer.errors import TrainerError
 from trainer.estimates import GB, Estimate, Machine, estimate
 from trainer.files import read_json
 from trainer.job import duration
+from trainer.packs.base import AdapterPack
 
 STAGES = ("materials", "corpus", "precompute", "train", "export", "evaluate", "report")
 STAGE_OF = {
@@ -136,9 +136,14 @@ class _Run:
             return {}
         return value if isinstance(value, dict) else {}
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Of the corpus and the shards; those of adapters where the settings are unknown."""
+        return packs.get(self.settings.pack).splits if self.settings else AdapterPack.splits
+
     def samples(self) -> dict[str, int]:
         """How many samples each split of the corpus has; {} while there is none."""
-        counts = {split: dict(self._json("corpus.json").get(split) or {}).values() for split in SPLITS}
+        counts = {split: dict(self._json("corpus.json").get(split) or {}).values() for split in self.splits}
         found = {split: sum(int(number(count) or 0) for count in listed) for split, listed in counts.items()}
         return found if any(found.values()) else {}
 
@@ -207,7 +212,7 @@ class _Run:
         if not self.settings:
             return {"done": 0, "total": None, "unit": "files", "complete": False}
         # The companion is made of a material, whatever is trained.
-        files = {self.settings.gguf: self._time("trained.safetensors"), self.settings.companion: 0.0}
+        files = {self.settings.exported: self._time("trained.safetensors"), self.settings.companion: 0.0}
         return _made(earlier, {self.place(file): since for file, since in files.items() if file})
 
     def _evaluate(self, earlier: bool) -> Values:
@@ -245,7 +250,7 @@ class _Run:
     def blocks(self) -> list[tuple[Path | None, list[Path]]]:
         """Every block of the plan, or else that is there: its list if it is done, and its shards."""
         found = []
-        for split in SPLITS:
+        for split in self.splits:
             place = self.folder / "shards" / split
             shards = list(place.glob("[0-9][0-9][0-9][0-9]-[0-9][0-9].safetensors"))
             if self.settings:
@@ -307,15 +312,16 @@ class _Run:
         """The exported files, snapshots among them."""
         if not self.settings:
             return []
-        gguf = self.place(self.settings.gguf)
+        exported = self.place(self.settings.exported)
         companion = [self.place(self.settings.companion)] if self.settings.companion else []
-        return [gguf, *companion, *gguf.parent.glob(f"{self.settings.export.name}-step*-f16.gguf")]
+        suffix = packs.get(self.settings.pack).suffix
+        return [exported, *companion, *exported.parent.glob(f"{self.settings.export.name}-step*{suffix}")]
 
     def expected(self) -> Estimate | None:
         """Estimates for as many samples as the corpus has, of the size of those in the shards that are there."""
         if not self.settings:
             return None
-        samples = self.samples() or {split: self.settings.samples(split) for split in SPLITS}
+        samples = self.samples() or {split: self.settings.samples(split) for split in self.splits}
         shards = [file for _, files in self.blocks for file in files]
         each = self.settings.precompute.block_shards
         # Those of a split have about equally many.

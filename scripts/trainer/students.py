@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 from trainer.errors import TrainerError
 from trainer.gguf_files import open_gguf
-from trainer.packs.base import Pack
+from trainer.packs.base import AdapterPack
 from trainer.streaming import put
 from trainer.tokenization import StudentTokenizer
 
@@ -155,7 +155,7 @@ def inspect(path: Path | str) -> StudentInfo:
     )
 
 
-def check(info: StudentInfo, pack: Pack, student_dim: int) -> None:
+def check(info: StudentInfo, pack: AdapterPack, student_dim: int) -> None:
     """Refuse a student that the pack's engine model, or this program, cannot run.
 
     Args:

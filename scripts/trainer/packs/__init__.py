@@ -1,9 +1,10 @@
-"""The packs by name. A new pack is one file here and one folder in packs/."""
+"""The packs by name. A new pack is one file here, or a line of `loras`, and one folder in packs/."""
 
-from trainer.packs import demo, llada_image, mageflow, pixart, qwen_image
+from trainer.packs import demo, llada_image, loras, mageflow, pixart, qwen_image
 from trainer.packs.base import Pack
 
-_PACKS = {pack.name: pack for pack in (demo.PACK, pixart.PACK, llada_image.PACK, mageflow.PACK, qwen_image.PACK)}
+_ADAPTERS = (demo.PACK, pixart.PACK, llada_image.PACK, mageflow.PACK, qwen_image.PACK)
+_PACKS: dict[str, Pack] = {pack.name: pack for pack in (*_ADAPTERS, *loras.PACKS)}
 
 
 def names() -> list[str]:

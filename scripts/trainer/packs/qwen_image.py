@@ -1,9 +1,9 @@
 """Qwen-Image 2.1: Qwen3-VL-8B, which reads text and reference pictures for it, replaced by pig_clip."""
 
 from trainer.packs import qwen3_vl
-from trainer.packs.base import PIG_CLIP, Pack, Work
+from trainer.packs.base import PIG_CLIP, AdapterPack, Work
 
-PACK = Pack(
+PACK = AdapterPack(
     name="qwen_image",
     title="Qwen-Image 2.1 (Qwen3-VL-8B)",
     contract="qwen3vl_qwenimage/1",
