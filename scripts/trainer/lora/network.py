@@ -153,7 +153,7 @@ def attach(network: nn.Module, names: Sequence[str], options: Lora, seed: int) -
 
 
 def parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """The LoRA's parameters by their names in files: `<module>.lora_A.weight` [rank, in], `.lora_B.weight` [out, rank]."""
+    """The LoRA's, by their names in files: `<module>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]."""
     found = {name: it for name, it in network.named_parameters() if it.requires_grad}
     return {name.replace(f".{ADAPTER}.", "."): it for name, it in found.items()}
 
