@@ -29,7 +29,7 @@ from trainer import aliases, packs, picture_sources, probe, shard_index
 from trainer.corpus_files import Split
 from trainer.errors import TrainerError
 from trainer.files import digest, write_if_changed
-from trainer.lora import bases, captions
+from trainer.lora import bases, captions, families
 from trainer.packs.base import AdapterPack, Kind, LoraPack
 
 Preset = Literal["demo", "gustavosta", "midjourney", "diffusiondb", "vidprom"]
@@ -507,7 +507,7 @@ class Settings(Group):
             self.export.name += "-synthetic"
 
     def _resolve_lora(self, pack: LoraPack) -> None:
-        lora, family = self.lora, pack.family
+        lora, family = self.lora, families.get(pack.family)
         if lora.snr_gamma and family.objective != "diffusion":
             raise ValueError(f"lora.snr_gamma is set, and {family.title} has no such weights: remove it")
         if lora.flow_shift and family.objective != "flow":
@@ -623,20 +623,22 @@ def load(config: dict[str, Any]) -> Settings:
     if settings.train.lr == 1 and settings.lora.optimizer != "prodigy":
         raise TrainerError("setting `train.lr` is 1.0, which is for lora.optimizer prodigy alone; set it lower")
     if isinstance(pack, LoraPack):
-        bases.refuse_name(base_of(settings), pack.family, settings.lora.base_precision, settings.lora.trusted)
+        bases.refuse_name(
+            base_of(settings), families.get(pack.family), settings.lora.base_precision, settings.lora.trusted
+        )
     return settings
 
 
 def warnings(settings: Settings) -> list[str]:
     """What to know of settings that can be used."""
     pack = packs.get(settings.pack)
-    return bases.warnings(base_of(settings), pack.family) if isinstance(pack, LoraPack) else []
+    return bases.warnings(base_of(settings), families.get(pack.family)) if isinstance(pack, LoraPack) else []
 
 
 def base_of(settings: Settings) -> str:
     """The base model of a LoRA, as the settings name it: a folder or a repository."""
     named = settings.materials.paths.get("base") or settings.lora.base
-    return named or packs.get(settings.pack).family.repository
+    return named or families.get(packs.get(settings.pack).family).repository
 
 
 _NOT = {"pictures": "takes no pictures", "adapters": "trains no adapter", "LoRAs": "trains no LoRA"}

@@ -15,7 +15,7 @@ from trainer import completeness, files, hub, packs
 from trainer.config import Adapter, Settings
 from trainer.errors import TrainerError
 from trainer.job import log
-from trainer.lora import bases
+from trainer.lora import bases, families
 from trainer.materials import Record, declared, get, read_record
 from trainer.packs.base import Material
 
@@ -354,7 +354,7 @@ def _resolved(value: Any, adapter: Adapter) -> Any:
 
 def _check_base(path: Path, settings: Settings) -> None:
     """Refuse a base that is none, or of another family, or that cannot be trained as the settings say."""
-    family = packs.get(settings.pack).family
+    family = families.get(packs.get(settings.pack).family)
     bases.check(path, family, settings.lora.base_precision)
     for warning in bases.warnings(str(path), family):
         log.warning("warning: %s", warning)

@@ -32,8 +32,8 @@ def index(splits: dict[str, list[dict[str, Any]]], pack: str) -> dict[str, Any]:
 def _split(blocks: list[dict[str, Any]]) -> dict[str, Any]:
     entries = [entry for block in blocks for entry in block["shards"]]
     skipped = sum((Counter(entry["skipped"]) for entry in entries), Counter())
-    counts = [key for key in ("samples", "rows", "student_rows", "truncated", "bytes") if key in entries[0]]
-    totals = {key: sum(entry[key] for entry in entries) for key in counts}
+    counted = [key for key in ("samples", "rows", "student_rows", "bytes", "truncated") if key in entries[0]]
+    totals = {key: sum(entry[key] for entry in entries) for key in counted}
     return {"shards": entries, **totals, "skipped": dict(skipped)}
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer import recipe
 from trainer.checkpoints import Tensors
 from trainer.config import Settings
 
@@ -57,10 +56,6 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.options, self.device = settings, settings.train, device
-
-    def learning_rate(self, step: int, steps: int) -> float:
-        """The rate of 0-based `step` of so many planned."""
-        return recipe.learning_rate(step, steps, self.options)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer import checkpoints, optimizer_state
+from trainer import checkpoints, optimizer_state, recipe
 from trainer.config import Settings, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import StoppedError, TrainerError
@@ -275,7 +275,7 @@ class Trainer:
 
     def _step(self, batch: Any, size: int) -> dict[str, float | torch.Tensor]:
         """A step of the optimizer on (this process's share of) a batch; gives its figures."""
-        task, rate = self.task, self.task.learning_rate(self.step, self.steps)
+        task, rate = self.task, recipe.learning_rate(self.step, self.steps, self.options)
         for group in task.optimizer.param_groups:
             group["lr"] = rate
         sums = self._gradients(batch, size)

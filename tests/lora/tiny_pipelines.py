@@ -12,6 +12,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from trainer.lora import demo_base
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -24,8 +25,6 @@ from transformers import (
     T5Tokenizer,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-from trainer.lora import demo_base
 
 # The schedulers' configs of the published models.
 SDXL_SCHEDULER = {
@@ -97,7 +96,7 @@ def _clip(kind, hidden, pad):
 def _sdxl(scheduler):
     return StableDiffusionXLPipeline(
         scheduler=EulerDiscreteScheduler(**{**SDXL_SCHEDULER, **scheduler}),
-        vae=demo_base.kl_vae(shift=None, scale=0.13025, channels=4, quant=True),
+        vae=demo_base.kl_vae(shift=None, scale=4.0, channels=4, quant=True),
         text_encoder=_clip(CLIPTextModel, 32, 513),
         tokenizer=clip_tokenizer(),
         text_encoder_2=_clip(CLIPTextModelWithProjection, 32, 0),
@@ -125,7 +124,7 @@ def _flux(scheduler):
     pieces = ["<pad>", "</s>", "<unk>", "▁", *(chr(it) for it in range(33, 127))]
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**{**FLUX_SCHEDULER, **scheduler}),
-        vae=demo_base.kl_vae(shift=0.1159, scale=0.3611),
+        vae=demo_base.kl_vae(shift=0.1159, scale=2.0),
         text_encoder=_clip(CLIPTextModel, 32, 513),
         tokenizer=clip_tokenizer(),
         text_encoder_2=T5EncoderModel(
@@ -154,18 +153,25 @@ def _flux(scheduler):
 
 
 def _qwen_image(scheduler):
-    text = dict(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-    )
-    vision = dict(
-        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, fullatt_block_indexes=[0]
-    )
+    text = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "bos_token_id": None,
+        "eos_token_id": 258,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [0],
+    }
     return QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**{**QWEN_SCHEDULER, **scheduler}),
         vae=AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1),

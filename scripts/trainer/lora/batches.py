@@ -125,8 +125,9 @@ class Order:
         """
         random, size = draws.at(self.seed, "order", epoch), self.size
         whole, rest = [], []
-        for bucket in random.permutation(np.array(len(self._members))).tolist():
-            members = random.permutation(list(self._members.values())[bucket]).tolist()
+        buckets = list(self._members.values())
+        for bucket in random.permutation(len(buckets)):
+            members = random.permutation(buckets[bucket]).tolist()
             ends = range(size, len(members) + 1, size)
             whole += [members[end - size : end] for end in ends]
             rest.append(members[len(ends) * size :])
@@ -214,13 +215,16 @@ class Items:
 
     def largest(self, count: int) -> Batch:
         """A batch of one bucket than which none needs more memory."""
-        mask = {number for number in range(len(self)) if self.rows[number].mask}
 
-        def memory(number: int) -> tuple[int, int, bool]:
-            width, height = self.rows[number].bucket
-            return width * height, self._captions[self.rows[number].text_id].items[self.rows[number].text_id]["tokens"], number in mask
+        def needs(number: int) -> tuple[int, bool, int]:
+            row = self.rows[number]
+            return (
+                row.bucket[0] * row.bucket[1],
+                row.mask is not None,
+                self._captions[row.text_id].items[row.text_id]["tokens"],
+            )
 
-        return self._batch([_Drawn(max(range(len(self)), key=memory), 0)] * count)
+        return self._batch([_Drawn(max(range(len(self)), key=needs), 0)] * count)
 
     def _told(self, number: int) -> dict[str, Any]:
         id = self.rows[number].id
@@ -235,8 +239,8 @@ class Items:
             wrong = "latents" if not fits else "caption"
             folder = self._shards[0].path.parents[1]
             raise TrainerError(
-                f"the {wrong} of {row.file} in {folder} are not those of the corpus: delete that folder and run the same "
-                "command again"
+                f"the {wrong} of {row.file} in {folder} are not those of the corpus: delete that folder and run the "
+                "same command again"
             )
 
     def _batch(self, drawn: Sequence[_Drawn]) -> Batch:

@@ -97,14 +97,14 @@ def discover(
             below[folder].append(name)
     for folder, names in below.items():
         found.skip(folder, f"a folder with {len(names)} pictures: only those directly in {path} are taken")
-    for name in direct:
-        if name.lower().endswith(_OTHER_PICTURES):
-            kind = Path(name).suffix[1:].upper()
-            found.unreadable.append({"file": shown(name), "reason": f"{kind} is not read: convert it to PNG or JPEG"})
+    others = [name for name in direct if name.lower().endswith(_OTHER_PICTURES)]
+    for name in others:
+        kind = Path(name).suffix[1:].upper()
+        found.unreadable.append({"file": shown(name), "reason": f"{kind} is not read: convert it to PNG or JPEG"})
     files, of_picture = _without_masks([name for name in direct if name.lower().endswith(SUFFIXES)], masks, found)
-    stems = {_stem(name) for name in direct if name in files or name.lower().endswith(_OTHER_PICTURES)}
+    of_stem = {_stem(name): name for name in [*others, *files]}
     _check_stems(files, found)
-    sidecars = _sidecars(path, direct, stems, found)
+    sidecars = _sidecars(path, direct, of_stem, found)
     tables = _tables(path, direct, files, column, found)
     for file in files:
         text, origin = _caption(file, sidecars.get(_stem(file), {}), tables, instance_prompt, found)
@@ -133,7 +133,7 @@ def _without_masks(names: list[str], wanted: bool, found: Captions) -> tuple[lis
 def _check_stems(files: list[str], found: Captions) -> None:
     alike = defaultdict(list)
     for file in files:
-        alike[_stem(file).casefold()].append(file)
+        alike[_stem(file).lower()].append(file)
     for names in alike.values():
         if len(names) > 1:
             same = len(set(map(_stem, names))) < len(names)
@@ -141,17 +141,18 @@ def _check_stems(files: list[str], found: Captions) -> None:
             found.faults.append(f"{', '.join(map(shown, names))} {how}; rename all but one")
 
 
-def _sidecars(path: str, direct: list[str], stems: set[str], found: Captions) -> dict[str, dict[str, str]]:
-    """Texts of caption files: by stem, {name: text} in the order in which they count."""
-    by_case = {stem.casefold(): stem for stem in stems}
-    texts: dict[str, dict[str, str]] = defaultdict(dict)
+def _sidecars(
+    path: str, direct: list[str], of_stem: dict[str, str], found: Captions
+) -> dict[str, dict[str, str | None]]:
+    """Texts of caption files: by stem, {name: text} in the order in which they count; None for one that is a fault."""
+    by_case = {stem.lower(): name for stem, name in of_stem.items()}
+    texts: dict[str, dict[str, str | None]] = defaultdict(dict)
     names = [name for name in direct if name.lower().endswith(_SIDECARS)]
     for name in sorted(names, key=lambda name: (_SIDECARS.index(Path(name).suffix.lower()), name)):
         stem = _stem(name)
-        if stem in stems:
-            text = _read(path, name, found)
-            texts[stem][name] = "" if text is None else _tidy(text)
-        elif near := by_case.get(stem.casefold()):
+        if stem in of_stem:
+            texts[stem][name] = _read(path, name, found)
+        elif near := by_case.get(stem.lower()):
             found.faults.append(f"{shown(name)} and the picture {shown(near)} differ by case; rename one of them")
         else:
             found.skip(name, "the caption of no picture")
@@ -220,10 +221,16 @@ def _fields(values: Any, column: str) -> tuple[str, str, str]:
 
 
 def _caption(
-    file: str, sidecars: dict[str, str], lines: dict[str, list[_Line]], instance_prompt: str | None, found: Captions
+    file: str,
+    sidecars: dict[str, str | None],
+    lines: dict[str, list[_Line]],
+    instance_prompt: str | None,
+    found: Captions,
 ) -> tuple[str | None, str]:
     """The caption of a picture, or None, and where it is from; others of it are listed."""
-    said = [(shown(name), text) for name, text in sidecars.items()]
+    said = [(shown(name), text) for name, text in sidecars.items() if text is not None]
+    if len(said) < len(sidecars):
+        return "", "sidecar"  # one of them is a fault: the picture is not told to have no caption as well
     if said and not said[0][1]:
         taken, text, origin = said[0][0], None, ""
         others = [(where, text) for where, text in said[1:] if text]
@@ -240,19 +247,21 @@ def _caption(
 
 
 def _read(path: str, name: str, found: Captions) -> str | None:
-    """A file's text, or None: what is wrong with it is a fault."""
+    """A file's text, tidied, or None: what is wrong with it is a fault."""
     try:
         data = Path(path, name).read_bytes()
     except OSError as error:
         found.faults.append(f"{shown(name)} cannot be read ({error.strerror}); make it readable")
         return None
+    offset = data.find(0)  # UTF-8 allows it, and no caption has it: this is another encoding
     try:
-        return data.decode("utf-8-sig")
+        if offset < 0:
+            return _tidy(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         # With a mark of its own that is left out, the decoder counts from behind it.
         offset = error.start + len(data) - len(error.object)
     start = data.rfind(b"\n", 0, offset) + 1
-    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "cp1252"
+    encoding = "utf-16" if b"\0" in data else "cp1252"
     guess = (data if encoding == "utf-16" else data[start:].partition(b"\n")[0]).decode(encoding, "replace")
     number = data.count(b"\n", 0, offset) + 1
     line = f", line {number}" if name in _TABLES else ""

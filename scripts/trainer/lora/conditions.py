@@ -195,13 +195,16 @@ class Pool:
         shard = self.get(path)
         return shard is not None and shard.has(id, key)
 
-    def take(self, id: str, key: str) -> Item | None:
-        """The item from any shard that has it whole."""
-        for shard in self.shards().values():
-            if shard.has(id, key):
-                with suppress(ValueError):
-                    return shard.item(id)
-        return None
+    def take(self, keys: Mapping[str, str]) -> dict[str, Item]:
+        """Of the items of these ids and keys those that any shard has whole, by id."""
+        shards, found = list(self.shards().values()), {}
+        for id, key in keys.items():
+            for shard in shards:
+                if shard.has(id, key):
+                    with suppress(ValueError):
+                        found[id] = shard.item(id)
+                        break
+        return found
 
 
 def caption_digest(text: str) -> str:

@@ -12,13 +12,13 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainer import pictures
 from trainer.config import Pictures
-from trainer.corpus import rank
+from trainer.corpus import Tally, rank
 from trainer.errors import TrainerError
 from trainer.files import digest, write_json, written_whole
 from trainer.job import Progress, log
@@ -71,26 +71,19 @@ class _Shown(NamedTuple):
     black: bool
 
 
-@dataclass
-class _Report:
+class _Report(Tally):
     """What is told in corpus.json besides the pictures themselves, and what has to be put right."""
 
-    faults: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    skipped: list[dict[str, str]] = field(default_factory=list)
-    disagreements: list[dict[str, str]] = field(default_factory=list)
-    duplicates: list[dict[str, str]] = field(default_factory=list)
-    read: Counter[str] = field(default_factory=Counter)
-    origins: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+        self.disagreements: list[dict[str, str]] = []
+        self.duplicates: list[dict[str, str]] = []
+        self.origins: Counter[str] = Counter()
 
     def skip(self, source: Source, rows: Iterable[dict[str, str]]) -> None:
         """List what is not used of a folder: {"file", "reason"} each."""
         self.skipped += [row | {"source": source} for row in rows]
-
-    def warn(self, sentence: str) -> None:
-        """Tell a warning now and in corpus.json."""
-        self.warnings.append(sentence)
-        log.warning("warning: %s", sentence)
 
 
 def build(settings: Pictures, resolution: int, outputs: Mapping[str, str | Path], threads: int = 1) -> None:
@@ -210,8 +203,9 @@ def _gathered(
         rows[row.id].append(row)
         report.origins[one.origin or "none"] += 1
     if not rows and not report.faults:
+        why = next((f" ({row['file']}: {row['reason']})" for row in found.skipped), "")
         report.faults.append(
-            f"the folder {folder} holds no {', '.join(SUFFIXES)} pictures to train on; correct {setting}"
+            f"the folder {folder} holds no {', '.join(SUFFIXES)} pictures to train on{why}; correct {setting}"
         )
     return {key: _one_of(alike, report) for key, alike in rows.items()}
 

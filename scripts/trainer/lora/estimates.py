@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trainer import packs
 from trainer.config import Settings
 from trainer.estimates import GB, Estimate, Machine
+from trainer.lora import families
 from trainer.lora.families import Name
 
 _PYTHON_GB = 2.0  # Python, torch and, on a GPU, CUDA's context
@@ -45,7 +46,7 @@ _WORK: dict[Name, _Work] = {
 def estimate(settings: Settings, machine: Machine, samples: float | None = None, size: float | None = None) -> Estimate:
     """Estimate a run; `samples` and their average `size` in bytes where they are known."""
     pack, options, lora, train = packs.get(settings.pack), settings.pictures, settings.lora, settings.train
-    family, work = pack.family, _WORK[pack.family.name]
+    family, work = families.get(pack.family), _WORK[pack.family]
     (base,) = (material.gigabytes for material in pack.materials if material.role == "base")
     share = min(1.0, base / family.gigabytes)  # of the published model
     resolution = options.resolution or family.resolution

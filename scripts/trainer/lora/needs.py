@@ -9,7 +9,7 @@ import torch
 from trainer import devices, picture_sources
 from trainer.doctor import ANY, Check, Doctor, gb, note, ok, problem
 from trainer.estimates import GB, Estimate, estimate
-from trainer.lora import bases, captions
+from trainer.lora import bases, captions, families
 from trainer.packs.base import Material
 
 _PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt"}
@@ -48,7 +48,9 @@ class LoraDoctor(Doctor):
     def about(self, material: Material, place: Path) -> str:
         """That a base is of a kind that is hard to train."""
         return (
-            "".join(f"; {it}" for it in bases.warnings(str(place), self.pack.family)) if material.role == "base" else ""
+            "".join(f"; {it}" for it in bases.warnings(str(place), families.get(self.pack.family)))
+            if material.role == "base"
+            else ""
         )
 
     def memory(self) -> Iterator[Check]:

@@ -69,8 +69,8 @@ class Diffusion:
             )
         if "beta_schedule" not in config:
             raise TrainerError(
-                f"the base's scheduler {config.get('_class_name')} has no beta_schedule (scheduler_config.json), so its "
-                "noise is not known: use another base"
+                f"the base's scheduler {config.get('_class_name')} (scheduler_config.json) has no beta_schedule to add "
+                "noise by: use another base"
             )
         self.alphas: Tensor = DDPMScheduler.from_config(dict(config)).alphas_cumprod
         self.snr_gamma = snr_gamma

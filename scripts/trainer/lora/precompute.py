@@ -23,7 +23,7 @@ from trainer.control import Requests
 from trainer.errors import StoppedError, TrainerError
 from trainer.files import digest
 from trainer.job import Progress, log
-from trainer.lora import conditions, geometry, models
+from trainer.lora import conditions, families, geometry, models
 from trainer.lora.conditions import Item, Pool, Shard, Tensors
 from trainer.lora.families import Family
 from trainer.materials import Record
@@ -52,7 +52,7 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
 
 
 def _family(settings: Settings) -> Family:
-    return packs.get(settings.pack).family
+    return families.get(packs.get(settings.pack).family)
 
 
 def _base(records: dict[str, Record]) -> Record:
@@ -67,11 +67,12 @@ def _component(base: Record, folders: tuple[str, ...]) -> str:
 class Work(Protocol):
     """What is made of the rows of a split.
 
-    unit: what the rows are, for people.
+    unit, model: what the rows are, and what they go through, for people.
     made_from: what all items depend on.
     """
 
     unit: str
+    model: str
     made_from: dict[str, Any]
 
     def parts(self, row: Row) -> Any:
@@ -96,11 +97,15 @@ class Work(Protocol):
     def make(self, row: Row, prepared: Any) -> Made:
         """The tensors of the item of a row, and what its shard tells of it."""
 
+    def told(self, rows: list[Row], shard: Shard) -> dict[str, Any]:
+        """What the block's list tells of a shard besides, with the rows of its items."""
+
 
 class Latents:
     """Of all variants of pictures."""
 
     unit = "pictures"
+    model = "VAE"
 
     def __init__(self, settings: Settings, folder: Path, made_from: dict[str, Any], images: Path) -> None:
         """By the VAE of a pipeline's folder, of pictures in the folder `images`."""
@@ -128,7 +133,10 @@ class Latents:
         """Of each variant: where it is, its pixels [3, H, W], and the mask [h, w] of its latents if there is one."""
         image = pictures.open_rgb(self.images / row["image"])
         mask = pictures.open_rgb(self.images / row["mask"]) if row["mask"] else None
-        return [(it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it)) for it in self._placements(row)]
+        return [
+            (it, geometry.pixels(image, it), None if mask is None else geometry.mask(mask, it))
+            for it in self._placements(row)
+        ]
 
     def make(self, row: Row, prepared: Any) -> Made:
         """Tensors as in `conditions`."""
@@ -144,6 +152,10 @@ class Latents:
                 tensors[f"{variant}/mask"] = mask
         return tensors, {"bucket": row["bucket"], "variants": len(prepared)}
 
+    def told(self, rows: list[Row], shard: Shard) -> dict[str, Any]:
+        """Which caption is whose, which the shard itself does not depend on."""
+        return {"pairs": digest([[row["id"], row["text_id"], row["weight"]] for row in rows])}
+
     def _placements(self, row: Row) -> list[geometry.Placement]:
         size, bucket = (row["width"], row["height"]), tuple(row["bucket"])
         numbers = geometry.variants(self.options)
@@ -154,6 +166,7 @@ class Embeddings:
     """Of captions."""
 
     unit = "captions"
+    model = "text encoders"
 
     def __init__(self, settings: Settings, folder: Path, made_from: dict[str, Any]) -> None:
         """By the text encoders of a pipeline's folder."""
@@ -174,8 +187,8 @@ class Embeddings:
 
     def load(self, device: torch.device) -> None:
         """Load the text encoders."""
-        model = models.get(self.family.name)(self.folder)
-        self.encoder = model.text_encoder(devices.dtype(self.dtype, device), device)
+        loaded = models.get(self.family.name)(self.folder)
+        self.encoder = loaded.text_encoder(devices.dtype(self.dtype, device), device)
 
     def prepare(self, row: Row) -> None:
         """Nothing can be done ahead."""
@@ -184,7 +197,15 @@ class Embeddings:
         """Tensors as the encoder gives them; which caption they are of, its tokens, and how many of them were cut."""
         wanted, taken = self.encoder.length(row["text"])
         [tensors] = self.encoder.encode([row["text"]])
-        return tensors, {"caption": conditions.caption_digest(row["text"]), "tokens": taken, "truncated": wanted - taken}
+        return tensors, {
+            "caption": conditions.caption_digest(row["text"]),
+            "tokens": taken,
+            "truncated": wanted - taken,
+        }
+
+    def told(self, rows: list[Row], shard: Shard) -> dict[str, Any]:
+        """How many captions are cut off."""
+        return {"truncated": sum(bool(it["truncated"]) for it in shard.items.values())}
 
 
 @dataclass
@@ -312,18 +333,16 @@ class Block:
         here = {(id, item["key"]) for shard in self.pool.shards().values() for id, item in shard.items.items()}
         skipped = {it["id"] for shard in stale for it in shard.skipped}
         new = [id for shard in stale for id in shard.ids if (id, self.split.keys[id]) not in here and id not in skipped]
-        self.progress = Progress(f"{self.work.unit}: encode", len(new), self.work.unit)
+        self.new = len(new)
         self.device: torch.device | None = None
         for shard in stale:
             self._fill(shard)
 
     def _fill(self, shard: _Stale) -> None:
         """Make one shard; what was computed for it is kept if that does not come to an end."""
-        items, computed = {}, {}
         skipped = {it["id"] for it in shard.skipped}
-        for id in shard.ids:
-            if id not in skipped and (item := self.pool.take(id, self.split.keys[id])):
-                items[id] = item
+        items = self.pool.take({id: self.split.keys[id] for id in shard.ids if id not in skipped})
+        computed: dict[str, Item] = {}
         try:
             for entry in shard.skipped:
                 self._count(entry["id"], entry["reason"])
@@ -351,6 +370,7 @@ class Block:
             devices.budget(self.device, self.options.gpu_gib, self.options.ram_gib, self.granted)
             with self._memory("the model was loaded"):
                 self.work.load(self.device)
+            self.progress = Progress(f"{self.work.model} on {self.device}", self.new, self.work.unit)
         threads = _DECODERS if self.device.type == "cuda" else 1
         with ThreadPoolExecutor(threads) as pool:
             for row, prepared in in_order(pool, self._prepared, rows, threads + 1):
@@ -424,18 +444,15 @@ class Block:
                 path.unlink(missing_ok=True)
 
     def _entry(self, file: Path) -> dict[str, Any]:
-        """A shard in the block's list; `pairs` tells of captions that changed hands, which leave shards as they are."""
+        """A shard in the block's list."""
         shard = Shard(file)
-        rows = [self.split.rows[id] for id in sorted(shard.items)]
-        pairs = {"pairs": digest([[it["id"], it["text_id"], it["weight"]] for it in rows])}
         return {
             "file": file.name,
             "samples": len(shard),
             "bytes": file.stat().st_size,
             "skipped": dict(Counter(it["reason"] for it in shard.header["skipped"])),
-            "truncated": sum(bool(it.get("truncated")) for it in shard.items.values()),
             "checksum": shard.header["checksum"],
-        } | (pairs if "text_id" in next(iter(rows), {}) else {})
+        } | self.work.told([self.split.rows[id] for id in sorted(shard.items)], shard)
 
     def _tell(self, files: list[Path]) -> None:
         """Say which items are skipped or cut off, also where that happened in an earlier job."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trainer.corpus_files import Split
-from trainer.lora.families import Family
+from trainer.lora import families
 
 # What a setting may be for: packs of one kind, or those of them that take pictures.
 Kind = Literal["adapters", "pictures", "LoRAs"]
@@ -173,7 +173,7 @@ class LoraPack(Pack):
     pictures: how many pictures the material of the role `pictures` has, where the pack brings some.
     """
 
-    family: Family
+    family: families.Name
     pictures: int = 0
 
     splits = ("train", "val", "text")

@@ -51,7 +51,7 @@ def _pack(name: families.Name) -> LoraPack:
         title=f"{family.title} LoRA",
         file_name=f"my_{name}_lora",
         materials=(_base(family),),
-        family=family,
+        family=name,
     )
 
 
@@ -81,7 +81,7 @@ DEMO = LoraPack(
             gigabytes=0.001,
         ),
     ),
-    family=_DEMO,
+    family=_DEMO.name,
     pictures=12,
 )
 

@@ -73,17 +73,17 @@ class Vae:
 
         Each picture is encoded by itself: its bits depend on no other one.
         """
-        posteriors = [self._posterior(picture[None].to(self.shift)) for picture in pixels]
-        mean, std = (torch.cat([getattr(it, name) for it in posteriors]) for name in ("mean", "std"))
-        return (mean - self.shift) * self.scale, std * self.scale
+        means, stds = zip(*(self._posterior(picture[None].to(self.shift)) for picture in pixels), strict=True)
+        return (torch.cat(means) - self.shift) * self.scale, torch.cat(stds) * self.scale
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] of -1..1, f32, of latents."""
         return torch.cat([self._pixels(it[None]) for it in latents.to(self.shift) / self.scale + self.shift])
 
-    def _posterior(self, pixels: Tensor) -> Any:
-        return self.vae.encode(pixels).latent_dist
+    def _posterior(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = self.vae.encode(pixels).latent_dist
+        return posterior.mean, posterior.std
 
     def _pixels(self, latents: Tensor) -> Tensor:
         return self.vae.decode(latents, return_dict=False)[0].clamp(-1, 1)
@@ -175,9 +175,8 @@ class Model(ABC):
             TrainerError: a file of it is missing or damaged.
         """
         folder = self.folder / part
-        if any(folder.glob("*.fp16.safetensors")) and not any(
-            path for path in folder.glob("*.safetensors") if ".fp16" not in path.suffixes
-        ):
+        weights = [path.name for path in folder.glob("*.safetensors")]
+        if weights and all(".fp16" in name for name in weights):
             settings["variant"] = "fp16"
         try:
             return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **settings)
@@ -189,16 +188,54 @@ class Model(ABC):
         """A tokenizer of the pipeline.
 
         Raises:
-            TrainerError: it is of another class than the family's, or a file is missing or damaged.
+            TrainerError: it is of another class than the family's, or has tokens that its text encoder has not, or a
+                file is missing or damaged.
         """
         named = str(self.config(part, "tokenizer_config.json").get("tokenizer_class", kind.__name__))
         if named.removesuffix("Fast") != kind.__name__:
             raise TrainerError(
                 f"{self.folder / part} is a {named}, and {self.family.title} has a {kind.__name__}: fetch it again"
             )
-        return self.load(kind, part)
+        tokenizer = self.load(kind, part)
+        encoder = self.config(part.replace("tokenizer", "text_encoder"))
+        rows = encoder.get("text_config", encoder)["vocab_size"]
+        if len(tokenizer) > rows:
+            raise TrainerError(
+                f"{self.folder / part} has {len(tokenizer)} tokens and its text encoder {rows}, so it is of another "
+                "model: fetch it again"
+            )
+        return tokenizer
+
+
+class FlowModel(Model):
+    """A model that learns by flow matching."""
+
+    def noise_schedule(self, *, flow_shift: float | None = None, snr_gamma: float = 0.0) -> Flow:
+        """The flow of the scheduler's config."""
+        if snr_gamma:
+            raise TrainerError(
+                f"lora.snr_gamma weights noise prediction, and {self.family.title} has none: leave it out"
+            )
+        return Flow(self.config("scheduler", "scheduler_config.json"), flow_shift)
 
 
 def dtype_of(network: nn.Module) -> torch.dtype:
     """The number type that a network takes latents in: that of its first weights that are not quantized."""
     return next(it.dtype for it in network.parameters() if it.is_floating_point())
+
+
+def stacked(conditions: Sequence[Conditions], name: str, network: nn.Module, device: torch.device) -> Tensor:
+    """One of the tensors of conditions, which all have one shape, in the network's number type."""
+    return torch.stack([it[name] for it in conditions]).to(device, dtype_of(network))
+
+
+def packed(latents: Tensor) -> Tensor:
+    """Latents [B, C, h, w] as patches of 2 x 2, [B, h/2 * w/2, C * 4]."""
+    patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, h/2, 2, w/2, 2]
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpacked(patches: Tensor, height: int, width: int) -> Tensor:
+    """Latents [B, C, height, width] of patches: what `packed` was given."""
+    grid = patches.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))  # [B, h/2, w/2, C, 2, 2]
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(len(patches), -1, height, width)
