@@ -43,7 +43,7 @@ for family in families.names():
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for family in loras.FAMILIES:
-        save_file(loras.trained(family), folder / f"{family}-weights.safetensors")
+        save_file(loras.weights(family), folder / f"{family}-weights.safetensors")
     about = repr({name: getattr(loras.ABOUT, name) for name in loras.ABOUT.__dataclass_fields__})
     # Each of the two would wait for its imports, not for the other.
     running = []
@@ -107,7 +107,7 @@ def test_dead_modules_of_qwen_image_are_accounted_for():
 def test_strength_is_in_the_tensors_and_alpha_is_the_rank(tmp_path, family):
     path = tmp_path / "fox.safetensors"
     files.write(path, loras.lora(family, alpha=12.0), loras.ABOUT)
-    trained, stored = loras.trained(family, 12.0), load_file(path)
+    trained, stored = loras.weights(family, 12.0), load_file(path)
     part = families.get(family).part
     assert not any("alpha" in name for name in stored)
     for name, tensor in trained.items():
@@ -135,11 +135,11 @@ def test_metadata_says_what_the_file_is_and_nothing_of_when_or_where(tmp_path):
         "ss_network_dim": "8",
         "ss_network_alpha": "8",
         "ss_base_model_version": "sdxl_base_v1-0",
-        "ss_steps": "5",
+        "ss_steps": "20",
         "gguf_trainer.family": "sdxl",
         "gguf_trainer.base_sha256": "b" * 64,
         "gguf_trainer.dataset_sha256": "d" * 64,
-        "gguf_trainer.steps": "5",
+        "gguf_trainer.steps": "20",
         "gguf_trainer.rank": "8",
         "gguf_trainer.alpha": "16.0",
         "gguf_trainer.trigger": "a photo of sks fox",
@@ -152,7 +152,7 @@ def test_metadata_says_what_the_file_is_and_nothing_of_when_or_where(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_a_value_that_the_file_cannot_hold_writes_nothing(tmp_path, value):
     path = tmp_path / "fox.safetensors"
-    weights = {name: tensor.clone() for name, tensor in loras.trained("flux").items()}
+    weights = {name: tensor.clone() for name, tensor in loras.weights("flux").items()}
     name = "transformer_blocks.0.attn.to_k.lora_B.weight"
     weights[name][3, 2] = value
     with pytest.raises(TrainerError, match=name) as error:
@@ -202,8 +202,8 @@ def test_the_sidecar_says_the_family_and_the_steps_reached(tmp_path):
     assert (found["family"], found["families"], found["steps"], found["planned_steps"]) == (
         "qwen_image",
         ["qwen_image"],
-        5,
-        9,
+        20,
+        500,
     )
     assert (found["lora_rank"], found["lora_alpha"], found["trained_alpha"]) == (8, 8, 16.0)
     assert (found["modules"], found["live_modules"], found["trigger_prompt"]) == (16, 14, "a photo of sks fox")
@@ -298,7 +298,7 @@ def test_the_checker_knows_what_each_program_knows(family, program, key, known):
 
 def test_queries_keys_and_values_go_together_in_files_for_other_programs(tmp_path):
     family = families.get("z_image")
-    weights = {name: tensor for name, tensor in loras.trained("z_image").items() if ".to_k." not in name}
+    weights = {name: tensor for name, tensor in loras.weights("z_image").items() if ".to_k." not in name}
     lora = files.folded(weights, family, 16, torch.float32)
     files.write(tmp_path / "plain", lora, loras.ABOUT)
     files.write_variant(tmp_path / "variant", lora, loras.ABOUT)
@@ -311,7 +311,7 @@ def test_queries_keys_and_values_go_together_in_files_for_other_programs(tmp_pat
     assert names.check(variant, family, "ggk").whole
     assert names.check(export.read_arrays(tmp_path / "gguf"), family, "ggk").whole
     added = variant["diffusion_model.layers.0.attention.to_k.lora_B.weight"]
-    assert added.shape == (32, 8)
+    assert added.shape == (64, 8)
     assert not added.any()
     assert variant["diffusion_model.layers.0.attention.to_q.lora_B.weight"].any()
     # diffusers keeps them apart, and needs none of it.

@@ -16,13 +16,13 @@ PAIRS = list(permutations(loras.FAMILIES, 2))
 
 def picture(family, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return loras.pipeline(family)(**loras.conditions(family), generator=generator, output_type="np").images[0]
+    return loras.pipeline(family)(**loras.arguments(family), generator=generator, output_type="np").images[0]
 
 
 def with_weights(family, alpha):
     """The picture with weights on the network as they were trained, and without them."""
     plain = picture(family)
-    loading.attach(loras.network(family), loras.trained(family, alpha), alpha)
+    loading.attach(loras.network(family), loras.weights(family, alpha), alpha)
     try:
         return picture(family), plain
     finally:
@@ -66,7 +66,7 @@ def test_files_apply_what_was_trained(tmp_path, family, alpha):
         assert np.abs(with_file(family, path) - expected).max() <= limit, dtype
     files.write(path, loras.lora(family, alpha), loras.ABOUT)
     without_metadata(path)
-    assert np.abs(with_file(family, path) - expected).max() <= (0 if alpha == 16 else 1.5e-6)
+    assert np.abs(with_file(family, path) - expected).max() <= (0 if alpha == 16 else 5e-6)
     assert np.abs(with_file(family, path, with_diffusers_alone) - expected).max() <= 1e-5
     variant = tmp_path / "variant.safetensors"
     files.write_variant(variant, loras.lora(family, alpha), loras.ABOUT)
@@ -79,7 +79,7 @@ def test_diffusers_own_file_without_metadata_would_be_at_another_strength(tmp_pa
     expected, _ = with_weights(family, 16.0)
     part = families.get(family).part
     path = tmp_path / "theirs.safetensors"
-    save_file({f"{part}.{name}": tensor for name, tensor in loras.trained(family).items()}, path)
+    save_file({f"{part}.{name}": tensor for name, tensor in loras.weights(family).items()}, path)
     assert np.abs(with_file(family, path, with_diffusers_alone) - expected).max() > 1e-3
 
 
@@ -131,9 +131,9 @@ def test_a_lora_of_a_larger_model_is_refused(tmp_path):
     lora = loras.lora("z_image")
     wide = {name: (torch.zeros(8, 3840), torch.ones(3840, 8)) for name in lora.modules}
     files.write(path, replace(lora, modules=wide), loras.ABOUT)
-    with pytest.raises(TrainerError, match="for a module of 32 x 32"):
+    with pytest.raises(TrainerError, match="for a module of 64 x 64"):
         loading.load(loras.pipeline("z_image"), path)
-    deep = {"layers.29.attention.to_q": (torch.zeros(8, 32), torch.ones(32, 8))}
+    deep = {"layers.29.attention.to_q": (torch.zeros(8, 64), torch.ones(64, 8))}
     files.write(path, replace(lora, modules=deep), loras.ABOUT)
     with pytest.raises(TrainerError, match=r"layers\.29\.attention\.to_q\.lora_[AB]\.weight, of no module of Z-Image"):
         loading.load(loras.pipeline("z_image"), path)

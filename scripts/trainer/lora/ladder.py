@@ -11,8 +11,8 @@ from statistics import fmean, median
 from typing import Any
 
 from trainer.lora.files import Contents
+from trainer.lora.objective import BANDS
 
-BANDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # noise levels: shares of the schedule
 STEPS = (1, 20, 100, 500)
 _FEW = 10  # pictures, up to which a LoRA has to learn them well
 
