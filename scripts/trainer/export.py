@@ -76,8 +76,14 @@ def keys(
     return {key: value for key, value in values.items() if value is not None}
 
 
-def write(path: Path, names: Iterable[str], tensor: Callable[[str], torch.Tensor], values: dict[str, Any]) -> None:
-    """Write a GGUF v3 file (architecture `pig`) whole, after reading it back and comparing every tensor.
+def write(
+    path: Path,
+    names: Iterable[str],
+    tensor: Callable[[str], torch.Tensor],
+    values: dict[str, Any],
+    arch: str = "pig",
+) -> None:
+    """Write a GGUF v3 file whole, after reading it back and comparing every tensor.
 
     `tensor` gives the tensor of a name. It is asked three times for each, so that no two have to be held at a time: for
     the header, for the data and for the comparison.
@@ -87,7 +93,7 @@ def write(path: Path, names: Iterable[str], tensor: Callable[[str], torch.Tensor
     """
     refuse_anothers(path, values["adapter.run"], "nothing was written")
     with written_whole(path) as aside:
-        writer = gguf.GGUFWriter(aside, arch="pig")
+        writer = gguf.GGUFWriter(aside, arch=arch)
         for key, value in values.items():
             _add(writer, key, value)
         names = list(names)
