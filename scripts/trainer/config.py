@@ -428,6 +428,7 @@ class Export(Group):
     name: str | None = fixed(None, "base name of the file, without -f16.gguf or .safetensors; null: the pack's")
     dir: str | None = fixed(None, "folder of the file; null: beside the run's folder")
     copy_to: str | None = fixed(None, "another folder to copy the file to, such as the engine's models; null: none")
+    dtype: Literal["bf16", "f16", "f32"] = fixed("bf16", "numbers in the file", of="LoRAs")
     companion: bool = live(
         True,
         "also write the file that goes with the adapter, for packs that have one (llada_image: SigVQ, 2.4 GB)",
@@ -532,6 +533,11 @@ class Settings(Group):
     def exported(self) -> str:
         """The exported file."""
         return f"{self.export.dir}/{self.export.name}{packs.get(self.pack).suffix}"
+
+    @property
+    def exports(self) -> list[str]:
+        """The exported file, and what is written of the same weights beside it for other programs."""
+        return [self.exported, *(f"{self.export.dir}/{self.export.name}{end}" for end in packs.get(self.pack).more)]
 
     @property
     def companion(self) -> str | None:

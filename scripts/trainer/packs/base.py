@@ -95,7 +95,7 @@ class Pack:
     kinds: what settings may be for (see `trainer.config`) that concern the pack.
     splits: of the corpus and the shards; the first is trained on, and evaluation reads all others.
     trained_on: the splits that training reads.
-    suffix: of the exported file's name.
+    suffix: of the exported file's name. more: of those that are written of the same weights for other programs.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Pack:
     splits: ClassVar[tuple[Split, ...]]
     trained_on: ClassVar[tuple[Split, ...]]
     suffix: ClassVar[str]
+    more: ClassVar[tuple[str, ...]] = ()
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -179,6 +180,7 @@ class LoraPack(Pack):
     splits = ("train", "val", "text")
     trained_on = splits
     suffix = ".safetensors"
+    more = ("-comfyui.safetensors", ".gguf", ".json")
 
     @property
     def kinds(self) -> frozenset[Kind]:
