@@ -255,6 +255,12 @@ def five_hundredth(
     return Rung("500", tuple(rows))
 
 
+def weights(contents: Contents, expected: Expected) -> Rung:
+    """Of any file: that it is whole, of the size that its rank gives, and that every module that can learn has."""
+    modules = _equal("modules", len(contents.modules), expected.modules, "the family's targets have a LoRA each")
+    return Rung("weights", (modules, *_file(contents, expected)))
+
+
 # --- pictures and files ---------------------------------------------------------------------------------------------
 
 
@@ -262,7 +268,7 @@ def five_hundredth(
 class Pictures:
     """What was measured of pictures, values 0..1.
 
-    floor: largest difference of two pictures of the base from one seed.
+    floor: mean absolute difference of two pictures of the base from one seed.
     shift: mean absolute change by the LoRA on prompts of the training; other: on prompts without what it learnt.
     reload: largest difference between the file's picture and that of the trained weights.
     spread: standard deviation of the LoRA's pictures by that of the base's, the smallest.
