@@ -437,9 +437,15 @@ class Export(Group):
 
 
 class Evaluate(Group):
-    """The exported file against the val shards."""
+    """The exported file, looked at as its users do, and against the shards that were not trained on."""
 
     device: str = live("auto", "as precompute.device")
+    prompts: list[str] = fixed(
+        [], "pictures are made of these, with and without the LoRA; []: the instance prompt or val captions", of="LoRAs"
+    )
+    seeds: list[int] = fixed([0, 1], "of the noise they start from", of="LoRAs", min_length=1, max_length=16)
+    steps: int | None = fixed(None, "denoising steps of a picture; null: the family's", of="LoRAs", ge=1, le=1000)
+    guidance: float | None = fixed(None, "guidance of a picture; null: the family's", of="LoRAs", ge=0)
     worst: int = fixed(20, "val prompts with the lowest cosine to list in the report", of="adapters", ge=0, le=1000)
 
 
