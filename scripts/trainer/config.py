@@ -66,14 +66,13 @@ class Group(BaseModel):
     @classmethod
     def _blank(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[str(info.field_name)]
-        text = "" if value is None else value.strip().lower() if isinstance(value, str) else None
-        if text not in ("null", "none", "~", ""):
+        if not _is_blank(value):
             return value
         if NoneType in get_args(field.annotation):
             return None
         if field.annotation is bool:
             return False
-        return field.default if field.annotation is str and not text else value
+        return field.default if field.annotation is str else value
 
     @classmethod
     def kind(cls, name: str) -> Kind | None:
@@ -85,6 +84,10 @@ class Group(BaseModel):
         fields = type(self).model_fields
         others = {name for name in fields if (kind := self.kind(name)) and kind not in kinds}
         return self.model_dump(mode="json", exclude=others | {n for n, f in fields.items() if _extra(f).get("live")})
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("null", "none", "~", ""))
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
@@ -292,8 +295,10 @@ class Lora(Group):
     @classmethod
     def _shift(cls, value: Any) -> Any:
         try:
-            if value in (None, "auto") or (0 < float(value) < float("inf") and not isinstance(value, bool)):
-                return value if value in (None, "auto") else float(value)
+            if _is_blank(value) or value == "auto":
+                return None if _is_blank(value) else value
+            if 0 < float(value) < float("inf") and not isinstance(value, bool):
+                return float(value)
         except (TypeError, ValueError):
             pass
         raise ValueError("a number above 0, auto or null is wanted")

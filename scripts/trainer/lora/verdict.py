@@ -48,10 +48,8 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
     weights, made_from = export.weights(tensors), meta["made_from"]
     numbers = made_from["base_precision"]
     device = devices.pick(settings.evaluate.device)
-    pipeline = _pipeline(
-        Path(base["path"]), family, network.DTYPES[numbers] if device.type == "cuda" else torch.float32
-    )
-    pipeline.to(device)
+    dtype = network.DTYPES[numbers] if device.type == "cuda" else torch.float32
+    pipeline = _pipeline(Path(base["path"]), family, dtype, device)
     part = getattr(pipeline, family.part)
     modules = {name.rpartition(".lora_")[0] for name in weights}
     wanted = evaluation.expected(family, part, modules, made_from["lora"]["rank"], export.DTYPES[settings.export.dtype])
@@ -92,15 +90,27 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
     }
 
 
-def _pipeline(folder: Path, family: Family, dtype: torch.dtype) -> Any:
-    """The base's pipeline; its VAE computes in f32."""
+def _pipeline(folder: Path, family: Family, dtype: torch.dtype, device: torch.device) -> Any:
+    """The base's pipeline on a device; where it has no room for all of it, for the part that computes."""
     import diffusers
+    from diffusers.utils import logging
+    from transformers.utils import logging as of_transformers
 
+    logging.disable_progress_bar()
+    of_transformers.disable_progress_bar()
     pipeline = getattr(diffusers, family.pipeline).from_pretrained(
         folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True
     )
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    if device.type == "cuda" and _bytes(pipeline) > 0.8 * torch.cuda.mem_get_info(device)[0]:
+        pipeline.enable_model_cpu_offload(device=device)
+        return pipeline
+    return pipeline.to(device)
+
+
+def _bytes(pipeline: Any) -> int:
+    modules = [it for it in pipeline.components.values() if isinstance(it, torch.nn.Module)]
+    return sum(it.numel() * it.dtype.itemsize for module in modules for it in module.parameters())
 
 
 def _shots(settings: Settings, run: Path) -> list[Shot]:
