@@ -6,11 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trainer import config, processes, training
+from trainer import config, packs, processes, training
 from trainer.adapter_task import AdapterTask
+from trainer.config import Settings
 from trainer.control import Requests, only_one
 from trainer.job import job
+from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
+from trainer.task import Task
 
 
 def run(assignment: dict[str, Any]) -> None:
@@ -28,7 +31,16 @@ def run(assignment: dict[str, Any]) -> None:
                 """The planned steps as the user's files say now."""
                 return config.read_steps(assignment["configfiles"], assignment["overrides"], steps)
 
-            training.train(settings, AdapterTask, plan, requests, Path(assignment["output"]))
+            training.train(settings, _task(settings), plan, requests, Path(assignment["output"]))
+
+
+def _task(settings: Settings) -> type[Task]:
+    """What the pack of a run trains."""
+    if isinstance(packs.get(settings.pack), LoraPack):
+        from trainer.lora.task import LoraTask  # takes packages that adapters do without
+
+        return LoraTask
+    return AdapterTask
 
 
 if __name__ == "__main__":
