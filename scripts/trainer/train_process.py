@@ -10,6 +10,7 @@ from trainer import config, packs, processes, training
 from trainer.adapter_task import AdapterTask
 from trainer.config import Settings
 from trainer.control import Requests, only_one
+from trainer.errors import StoppedError
 from trainer.job import job
 from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
@@ -26,6 +27,8 @@ def run(assignment: dict[str, Any]) -> None:
             if leader:
                 leading.enter_context(put_back(requests))
                 leading.enter_context(only_one(run, "train"))
+                if requests.stop():  # before anything large is loaded
+                    raise StoppedError("stopped as asked before training began; the same command starts it")
 
             def plan(steps: int) -> int:
                 """The planned steps as the user's files say now."""
