@@ -90,8 +90,8 @@ class Task(ABC):
             TrainerError: that is not possible.
         """
 
-    def culprits(self, batch: Any) -> list[str]:
-        """Of the last batch, whose gradient was not finite, the samples that it came from, for people."""
+    def suspects(self, batch: Any) -> list[tuple[str, str]]:
+        """Samples of the last batch, whose gradient was not finite: what they are called, and what is wrong or ''."""
         return []
 
     # -- validation and checkpoints ------------------------------------------------------------------------------------

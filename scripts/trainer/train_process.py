@@ -8,7 +8,9 @@ from typing import Any
 
 from trainer import config, packs, processes, training
 from trainer.adapter_task import AdapterTask
+from trainer.config import Settings
 from trainer.control import Requests, only_one
+from trainer.errors import StoppedError
 from trainer.job import job
 from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
@@ -25,6 +27,8 @@ def run(assignment: dict[str, Any]) -> None:
             if leader:
                 leading.enter_context(put_back(requests))
                 leading.enter_context(only_one(run, "train"))
+                if requests.stop():  # before anything large is loaded
+                    raise StoppedError("stopped as asked before training began; the same command starts it")
 
             def plan(steps: int) -> int:
                 """The planned steps as the user's files say now."""
@@ -33,8 +37,8 @@ def run(assignment: dict[str, Any]) -> None:
             training.train(settings, _task(settings), plan, requests, Path(assignment["output"]))
 
 
-def _task(settings: config.Settings) -> type[Task]:
-    """What the settings' pack trains."""
+def _task(settings: Settings) -> type[Task]:
+    """What the pack of a run trains."""
     if isinstance(packs.get(settings.pack), LoraPack):
         from trainer.lora.task import LoraTask  # takes packages that adapters do without
 

@@ -317,13 +317,16 @@ class Trainer:
         """Raises TrainerError if a gradient was not finite, that of this batch if there is one; nothing was written."""
         if self.finite:
             return
-        culprits = [] if batch is None else self.together.gathered(self.task.culprits(batch))
+        if batch is None:
+            raise TrainerError(
+                f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
+                "untouched: lower train.lr, or look at the shards' statistics in the report"
+            )
+        suspects = self.together.gathered(self.task.suspects(batch))
+        named = [f"{name}: {wrong}" for name, wrong in suspects if wrong] or [name for name, _ in suspects]
         raise TrainerError(
-            f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
-            "untouched: lower train.lr, or look at the shards' statistics in the report"
-            if batch is None
-            else f"the loss or its gradient was not finite in step {self.step + 1} ({'; '.join(culprits)}); the state "
-            f"saved before is untouched: look at these {self.task.unit}, or lower train.lr"
+            f"the loss or its gradient was not finite in step {self.step + 1} ({'; '.join(named)}); the state saved "
+            f"before is untouched: look at these {self.task.unit}, or lower train.lr"
         )
 
 

@@ -25,7 +25,15 @@ def base(folder: Path, family: str) -> Path:
 
 
 def settings(tmp_path: Path, family: str = "sdxl", lora: dict | None = None, **train) -> config.Settings:
-    train = {"steps": 8, "batch_size": 2, "lr": 2e-3, "warmup": 2, "val_every": 4, "save_every": 4, "log_every": 1} | train
+    train = {
+        "steps": 8,
+        "batch_size": 2,
+        "lr": 2e-3,
+        "warmup": 2,
+        "val_every": 4,
+        "save_every": 4,
+        "log_every": 1,
+    } | train
     return config.load(
         {
             "pack": f"{family}_lora",
@@ -49,12 +57,10 @@ def make(settings: config.Settings, base: Path, pictures: int = 5, masks: bool =
         (run / "corpus").mkdir(parents=True, exist_ok=True)
         (run / "corpus" / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
         told = {"variants": 2}
-        items = {
-            it.id: Item(it.id, _latents(it, family, random, masks), told | {"bucket": it.bucket}) for it in rows
-        }
+        items = {it.id: Item(it.id, _latents(it, family, random, masks), told | {"bucket": it.bucket}) for it in rows}
         index[split] = _shard(run, split, items)
     items = {
-        id: Item(id, _embeddings(family, random), {"caption": conditions.caption_digest(text), "tokens": 7})
+        id: Item(id, embeddings(family, random), {"caption": conditions.caption_digest(text), "tokens": 7})
         for id, text in captions.items()
     }
     index["text"] = _shard(run, "text", items)
@@ -103,7 +109,8 @@ def _latents(row: corpus.Picture, family: str, random: torch.Generator, masks: b
     return tensors
 
 
-def _embeddings(family: str, random: torch.Generator) -> conditions.Tensors:
+def embeddings(family: str, random: torch.Generator) -> conditions.Tensors:
+    """What a text encoder of a family gives of a caption, for its tiny base."""
     length = {"sdxl": 77, "flux": 16}.get(family) or int(torch.randint(4, 12, (), generator=random))
     tensors = {"embeds": torch.randn(length, 64 if family == "sdxl" else 32, generator=random)}
     pooled = {"pooled": torch.randn(32, generator=random)} if family in ("sdxl", "flux") else {}

@@ -118,8 +118,9 @@ def targets(network: nn.Module, family: Family, wanted: Sequence[str]) -> list[s
         if not matches:
             missing.append(word)
     if missing:
-        ends = {".".join(parts[first:]) for name in names for parts in [name.split(".")] for first in range(len(parts))}
-        near = {it: get_close_matches(it, sorted(ends), n=3) for it in missing}
+        ends = {name.split(".", first)[-1] for name in names for first in range(name.count(".") + 1)}
+        known = sorted(it for it in ends if not it[0].isdigit())
+        near = {it: get_close_matches(it, known, n=3) for it in missing}
         words = [f"{it!r}" + (f" (near are {', '.join(names)})" if names else "") for it, names in near.items()]
         raise TrainerError(f"lora.targets: no linear layer of the {family.title} base matches {', '.join(words)}")
     return sorted(found)

@@ -1,5 +1,6 @@
 """Training a LoRA: what a diffusion model's network adds to noisy latents of the pictures, given their captions."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -178,16 +179,14 @@ class LoraTask(Task):
                 "lora.base_precision to nf4 or lora.offload to true"
             ) from None
 
-    def culprits(self, batch: Batch) -> list[str]:
-        """The pictures whose loss was not finite, or all if none of them stands out."""
-        bad = []
+    def suspects(self, batch: Batch) -> list[tuple[str, str]]:
+        """Files of the pictures, and of each whether its latents or its loss are not finite."""
+        found = []
         for some, losses in self.seen:
-            for number in (~torch.isfinite(losses)).nonzero().flatten().tolist():
-                spoilt = not torch.isfinite(some.latents[number]).all()
-                bad.append(
-                    f"{some.files[number]}: its {'latents are not finite' if spoilt else f'loss is {losses[number]}'}"
-                )
-        return bad or [file for some in batch.parts for file in some.files]
+            for file, latents, loss in zip(some.files, some.latents, losses.tolist(), strict=True):
+                wrong = "" if math.isfinite(loss) else f"its loss is {loss}"
+                found.append((file, wrong if torch.isfinite(latents).all() else "its latents are not finite"))
+        return found
 
     def _average(self, *_: Any) -> None:
         """After a step of the optimizer: move the running means, at first faster than `lora.ema` says."""
