@@ -12,7 +12,7 @@ import diffusers
 import tiny_pipelines
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
-from trainer.lora import families, files, models, objective
+from trainer.lora import evaluation, families, files, models, objective
 from trainer.lora.ladder import Course, Gradients
 
 FAMILIES = tuple(families.names())
@@ -102,7 +102,7 @@ def trained(family: str, alpha: float = 16.0, steps: int = 20) -> Trained:
         value = loss(objective.levels(1, its.timesteps, generator), generator)
         value.backward()
         if gradients is None:
-            gradients = _gradients(net)
+            gradients = evaluation.gradients(net)
         norms.append(torch.nn.utils.clip_grad_norm_(learnt.values(), 1.0).item())
         losses.append(value.item())
         optimizer.step()
@@ -111,16 +111,6 @@ def trained(family: str, alpha: float = 16.0, steps: int = 20) -> Trained:
             state = get_peft_model_state_dict(net, adapter_name="x")
             weights[step] = {name: tensor.detach().clone() for name, tensor in state.items()}
     return Trained(weights, Course(losses, norms, vals[0], vals[steps]), vals, gradients)
-
-
-def _gradients(net: torch.nn.Module) -> Gradients:
-    grads = {name: weight.grad for name, weight in net.named_parameters()}
-    some = {name: grad is not None and bool(grad.any()) for name, grad in grads.items()}
-    return Gradients(
-        a_zero=sum("lora_A" in name and not found for name, found in some.items()),
-        b_nonzero=sum("lora_B" in name and found for name, found in some.items()),
-        base=sum("lora_" not in name and grad is not None for name, grad in grads.items()),
-    )
 
 
 def weights(family: str, alpha: float = 16.0) -> dict[str, torch.Tensor]:

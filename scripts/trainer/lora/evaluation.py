@@ -188,6 +188,17 @@ def encoded_apart(encoder: TextEncoder, kept: Mapping[str, Conditions]) -> float
     return worst
 
 
+def gradients(network: nn.Module) -> ladder.Gradients:
+    """What the first backward pass left on a network with a fresh LoRA."""
+    grads = {name: weight.grad for name, weight in network.named_parameters()}
+    some = {name for name, grad in grads.items() if grad is not None and bool(grad.any())}
+    return ladder.Gradients(
+        a_zero=sum(".lora_A." in name and name not in some for name in grads),
+        b_nonzero=sum(".lora_B." in name for name in some),
+        base=sum(".lora_" not in name and grad is not None for name, grad in grads.items()),
+    )
+
+
 def attention(network: nn.Module) -> str:
     """What the attention of a network is computed by: its processors, and the backend of those that have a choice."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry

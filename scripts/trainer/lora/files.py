@@ -37,7 +37,7 @@ class About:
     steps: reached; planned_steps: wanted. checkpoint: which of the run's.
     resolution: pixels a side. pictures: trained on. prediction: of SDXL's schedule, `epsilon` or `v_prediction`.
     dead: modules of the LoRA whose output nothing in the network reads (see `dead`).
-    trigger: the text that calls what was learnt, if there is one.
+    trigger: the text that calls what was learnt, if there is one. attention: how training computed it.
     """
 
     name: str
@@ -55,6 +55,7 @@ class About:
     dead: int = 0
     prediction: str | None = None
     trigger: str | None = None
+    attention: str | None = None
 
 
 @dataclass(frozen=True)

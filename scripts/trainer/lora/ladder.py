@@ -4,12 +4,15 @@ Everything here is arithmetic on what was measured. `val` is the mean over valid
 error at fixed noise, on the means of the latents, unweighted; it is compared with the same before the first step.
 """
 
+import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from trainer.errors import TrainerError
 from trainer.lora.files import Contents
 from trainer.lora.objective import BANDS
 
@@ -95,6 +98,29 @@ class Expected:
     modules: int
     live: int
     payload: int
+
+
+def course(metrics: Path, step: int, start: Sequence[float]) -> Course:
+    """The course of a run up to a step, by its metrics.csv; `start` is val by band without the LoRA.
+
+    Raises:
+        TrainerError: the file is missing, or nothing was validated up to there.
+    """
+    losses, norms, now = [], [], None
+    try:
+        with open(metrics, encoding="utf-8", newline="") as table:
+            for row in csv.DictReader(table):
+                if int(row["step"]) > step:
+                    break
+                losses += [float(row["loss"])] if row["loss"] else []
+                norms += [float(row["grad_norm"])] if row["grad_norm"] else []
+                bands = [row[f"val_loss_{band}"] for band in BANDS]
+                now = [float(value) for value in bands] if all(bands) else now
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainerError(f"{metrics} cannot be read ({error}): run training") from None
+    if now is None:
+        raise TrainerError(f"nothing was validated up to step {step} ({metrics}): lower train.val_every")
+    return Course(losses, norms, start, now)
 
 
 def _share(value: float, whole: float) -> float:
@@ -299,6 +325,23 @@ def compare(pictures: Pictures, dtype: str, device: str = "cpu") -> Rung:
     if pictures.closer is not None:
         rows.append(_at_least("closer to the training", pictures.closer, 0.5, "share of seeds"))
     return Rung("compare", tuple(rows))
+
+
+def conditions(not_constant: Sequence[str], apart: float, trained_on: str, evaluated_on: str) -> Rung:
+    """What a LoRA is trained under is what pictures are made under.
+
+    Args:
+        not_constant: names of conditions that training could change.
+        apart: largest difference between conditions of the shards and what the encoders make of the captions now.
+        trained_on: digest of the base that the LoRA was trained on.
+        evaluated_on: of the base that pictures are made with.
+    """
+    rows = (
+        _equal("variable conditions", len(not_constant), 0, ", ".join(not_constant) or "fixed ones are constants"),
+        _equal("encoded", apart, 0, "tokenizer, template and encoder give what is in the shards"),
+        _equal("base", evaluated_on, trained_on, "VAE and encoders in training and for pictures"),
+    )
+    return Rung("conditions", rows)
 
 
 def resume(same_bytes: bool, loss_difference: float, device: str = "cpu") -> Rung:
