@@ -161,7 +161,7 @@ def test_lines_that_say_nothing_have_a_row_each(tmp_path):
         '{"file_name": "gone.png", "text": "lost"}',
         '{"file_name": "a.png", "text": "\\ud83d"}',
         "",
-        '{"file_name": "a.png", "text": "line\\u2028separator"}',
+        '{"file_name": "a.png", "text": "line\u2028separator"}',
         "[" * 100_000,
     ]
     listed = found(folder(tmp_path, a__png="", metadata__jsonl="\r\n".join(lines)))
@@ -193,7 +193,9 @@ def test_files_that_are_not_used_have_a_row_each(tmp_path):
 
 
 def test_pictures_of_other_formats_are_told_of_with_their_captions_unlisted(tmp_path):
-    listed = found(folder(tmp_path, a__png="", b__HEIC="", b__txt="b", c__avif="", d__gif="", e__tiff=""))
+    lines = [{"file_name": "c.avif", "text": "c"}]
+    files = {"a.png": "", "b.HEIC": "", "b.txt": "b", "c.avif": "", "d.gif": "", "e.tiff": "", "metadata.jsonl": lines}
+    listed = found(folder(tmp_path, **files))
     assert [row["file"] for row in listed.unreadable] == ["b.HEIC", "c.avif", "d.gif", "e.tiff"]
     assert listed.unreadable[0]["reason"] == "HEIC is not read: convert it to PNG or JPEG"
     assert not listed.skipped

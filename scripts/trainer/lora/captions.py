@@ -105,7 +105,7 @@ def discover(
     of_stem = {_stem(name): name for name in [*others, *files]}
     _check_stems(files, found)
     sidecars = _sidecars(path, direct, of_stem, found)
-    tables = _tables(path, direct, files, column, found)
+    tables = _tables(path, direct, [*others, *files], column, found)
     for file in files:
         text, origin = _caption(file, sidecars.get(_stem(file), {}), tables, instance_prompt, found)
         found.pictures.append(Captioned(file, text, origin, of_picture.get(file)))
