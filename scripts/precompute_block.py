@@ -7,6 +7,7 @@ from trainer import config, materials, packs, precompute, precompute_pictures
 from trainer.control import Requests, only_one
 from trainer.files import write_json
 from trainer.job import job
+from trainer.lora import precompute as lora_precompute
 from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
 
@@ -19,9 +20,7 @@ with job(snakemake.log[0]):
     with put_back(requests), only_one(settings.folder, f"precompute-{split}-{number:04d}"):
         given = settings, records, requests, snakemake.resources.mem_mb * 10**6
         if isinstance(packs.get(settings.pack), LoraPack):
-            from trainer.lora.precompute import Block  # takes packages that adapters do without
-
-            block = Block(*given)
+            block = lora_precompute.Block(*given)
         elif snakemake.input.vision_proj:
             block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj[0]))
         else:

@@ -231,6 +231,11 @@ def test_dropping_captions_without_an_empty_one_is_refused(tmp_path):
     assert len(load(without, 1, dropout=0.0)) == 1
 
 
+def test_no_pictures_are_told_at_once(tmp_path):
+    with pytest.raises(TrainerError, match="no picture"):
+        load(items(tmp_path, []), 1)
+
+
 def test_of_validation_nothing_is_drawn(some):
     batch = some.validated(range(11))
     assert sorted(position for part in batch.parts for position in part.positions) == list(range(11))

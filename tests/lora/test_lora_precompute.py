@@ -74,6 +74,23 @@ def assert_as(run, other, *splits):
         assert [name for name in one if one[name] != two[name]] == []
 
 
+def forked(function, *args):
+    """A process that calls a function and ends, with what is loaded here; its number."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            function(*args)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def exit_code(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 # -- what is computed again --------------------------------------------------------------------------------------------
 
 
@@ -195,6 +212,21 @@ def test_pictures_that_move_to_other_shards_are_not_encoded_again(run, record, e
     assert len(tiny.shard_paths(run, "train")) == 2
 
 
+def test_blocks_that_are_made_at_the_same_time_do_not_disturb_each_other(run, record):
+    """Though all find what they need in the same old shards, which they replace meanwhile."""
+    given = tiny.settings(run)
+    other = undisturbed(run, given, record, 3)
+
+    def make(block):
+        for split in ("train", "val", "text"):
+            tiny.fill(run, given, record, split, block, 3)
+
+    children = [forked(make, block) for block in range(3)]
+    assert [exit_code(child) for child in children] == [0, 0, 0]
+    tiny.everything(run, given, record, 3)  # which removes the last of what had been moved
+    assert_as(run, other)
+
+
 def test_one_by_one_or_together_the_bytes_are_the_same(tmp_path, record):
     """Pictures that come one after another, each the only new one, give what all at once do."""
     run = tmp_path / "run"
@@ -260,21 +292,20 @@ def test_a_block_that_was_killed_is_made_as_if_it_had_not_been(finished, tmp_pat
     shutil.copytree(finished / "mine", run / "mine")
     given = tiny.settings(run)
     tiny.build(run, given)
-    child = os.fork()
-    if not child:
-        before, left = precompute.Latents.make, count
+    before, left = precompute.Latents.make, count
 
-        def make(*args):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return before(*args)
+    def make(*args):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*args)
 
+    def killed():
         precompute.Latents.make = make
         tiny.fill(run, given, record)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    assert exit_code(forked(killed)) == -signal.SIGKILL
     tiny.everything(run, given, record)
     assert_as(run, finished)
 
@@ -431,6 +462,28 @@ def test_variants_are_what_the_vae_gives_of_their_own_pixels(tmp_path, record):
             assert found["mean"].dtype == found["std"].dtype == torch.float32
             assert tuple(found["time_ids"].tolist()) == placement.time_ids
             assert ("mask" in found) == (row.file == "01.png")
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "captions"),
+    [
+        ("flux", {"0/mean", "0/std"}, {"embeds", "pooled"}),
+        ("qwen_image", {"0/mean", "0/std"}, {"embeds"}),
+        ("z_image", {"0/mean"}, {"embeds"}),
+    ],
+)
+def test_items_of_other_families(tmp_path, family, names, captions):
+    """Of Z-Image the mode of the posterior is trained on."""
+    run = tmp_path / "run"
+    tiny.draw(run, 2)
+    tiny.everything(run, tiny.settings(run, pack=f"{family}_lora"), tiny.base(tmp_path / family, family))
+    for split, expected in (("train", names), ("text", captions)):
+        assert {
+            name for it in map(Shard, tiny.shard_paths(run, split)) for id in it.items for name in it.item(id).tensors
+        } == expected
+    items = tiny.items(run)
+    one, other = (items.trained([(0, at)], 1, 0.0).parts[0].latents for at in (0, 1))
+    assert torch.equal(one, other) == (family == "z_image")
 
 
 def test_captions_are_encoded_once_each_and_the_empty_one_always(run):

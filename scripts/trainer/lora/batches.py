@@ -86,7 +86,7 @@ class Batch:
         return max((part.latents.shape[2:].numel() for part in self.parts), default=0)
 
     def split(self, limit: int) -> Iterator[Part]:
-        """Parts of one bucket whose items have at most so many places of latents together, or of one item."""
+        """Parts of one bucket whose items have at most so many places (h times w) of latents, or of one item."""
         for part in self.parts:
             yield from part.split(max(1, limit // part.latents.shape[2:].numel()))
 
@@ -293,8 +293,10 @@ class Loader(Ahead[Batch]):
         """`dropout` is the share of items that are trained with the empty caption.
 
         Raises:
-            TrainerError: it is wanted and there is none.
+            TrainerError: there are no items, or the empty caption is wanted and there is none.
         """
+        if not len(items):
+            raise TrainerError("no picture is left to train on; see corpus.json and the logs of the shards")
         if dropout and not items.has_empty:
             raise TrainerError("the empty caption could not be encoded; set lora.text_dropout to 0")
         self.items = items

@@ -3,7 +3,7 @@
 A shard is a safetensors file with the tensors `<id>/<name>` of its items.
 
     of a picture, for each variant (crop and flip) v:
-    v/mean, v/std  [C, h, w]  f32    of the latents, as the network takes them; no std where it is zero
+    v/mean, v/std  [C, h, w]  f32    of the latents, as the network takes them; no std where the mode is trained on
     v/time_ids     [6]        int32  of families that take them
     v/mask         [h, w]     f32    of pictures that have a mask
     of a caption:

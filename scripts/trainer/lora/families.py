@@ -20,7 +20,9 @@ class Family:
     targets: ends of the names of the modules that get a LoRA; mlp: further ones of `lora.targets: [attn-mlp]`.
     dead: modules that are targets, and whose output nothing reads, by the network's config; `{last}` is the number of
         the last block.
-    latent_channels: of the VAE. resolution: pixels a side that training starts from.
+    latent_channels: of the VAE. posterior: what latents are trained on, samples of the VAE's posterior or its mode.
+    time_ids: whether the network is told sizes and the place of the crop.
+    resolution: pixels a side that training starts from.
     step: pixels that the sides of a picture are a multiple of: of the VAE's scale and the network's patches.
     text_tokens: that the encoder takes of a caption.
     bf16_only: values inside the network are too large for f16.
@@ -50,6 +52,8 @@ class Family:
     architecture: str
     repository: str
     gigabytes: float
+    posterior: Literal["sample", "mode"] = "sample"
+    time_ids: bool = False
     dead: tuple[str, ...] = ()
     step: int = 16
     bf16_only: bool = False
@@ -80,6 +84,7 @@ _FAMILIES = (
         architecture="stable-diffusion-xl-v1-base/lora",
         repository="stabilityai/stable-diffusion-xl-base-1.0",
         gigabytes=5.13,
+        time_ids=True,
         step=8,
     ),
     Family(
@@ -147,6 +152,7 @@ _FAMILIES = (
         architecture="z-image/lora",
         repository="Tongyi-MAI/Z-Image",
         gigabytes=12.31,
+        posterior="mode",
         bf16_only=True,
     ),
 )

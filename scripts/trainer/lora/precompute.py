@@ -144,9 +144,9 @@ class Latents:
         for variant, (placement, pixels, mask) in enumerate(prepared):
             mean, std = (it[0].cpu() for it in self.vae.encode(pixels[None]))
             tensors[f"{variant}/mean"] = mean
-            if std.any():
+            if self.family.posterior == "sample":
                 tensors[f"{variant}/std"] = std
-            if self.family.name == "sdxl":
+            if self.family.time_ids:
                 tensors[f"{variant}/time_ids"] = torch.tensor(placement.time_ids, dtype=torch.int32)
             if mask is not None:
                 tensors[f"{variant}/mask"] = mask
@@ -284,8 +284,9 @@ class Block:
             else Latents(self.settings, self.folder, self.made_from, corpus.parent / "images")
         )
         self.split = self._read(output.parent, blocks, corpus)
-        # Pictures may have changed from one split to another.
-        self.pool = Pool(*dict.fromkeys([output.parent, *(output.parents[1] / it for it in ("train", "val"))]))
+        # A picture may have gone from one split to the other, or be in both.
+        splits = ("text",) if corpus.stem == "text" else ("train", "val")
+        self.pool = Pool(*(output.parent.with_name(split) for split in splits))
         each = self.options.block_shards
         files = [self.split.file(number) for number in range(block * each, (block + 1) * each)]
         stale = [shard for file in files if (shard := self._stale(file))]
