@@ -40,7 +40,7 @@ def write_card(run_folder: Path, settings: Settings, out: Path) -> None:
         probes=result.probes,
         command=result.command(absolute=False),
         reference=result.reference(absolute=False),
-        gguf={"name": result.gguf.name, "bytes": result.gguf.stat().st_size, "sha256": sha256(result.gguf)},
+        gguf={"name": result.exported.name, "bytes": result.exported.stat().st_size, "sha256": sha256(result.exported)},
         corpus=result.corpus,
         # A source is a preset, or a file or folder of the user's: where those lie is nobody's business.
         sources=[(Path(name).name, counts) for name, counts in result.corpus["sources"].items()],
