@@ -11,7 +11,7 @@ rule card:
         corpus=f"{RUN}/corpus.json",
         index=f"{RUN}/shards.json",
         evaluation=f"{RUN}/eval.json",
-        exported=settings.exported,
+        exported=settings.exports,
     output:
         CARD,
     log:
