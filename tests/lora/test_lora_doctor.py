@@ -29,8 +29,9 @@ def metrics(run, losses, vals):
 
 def rungs(**changes):
     """Of a healthy run of the tiny Z-Image; values of rows by name."""
+    gradients = changes.get("gradients", 16)
     made = [
-        ladder.Rung("1", (ladder._equal("lora_B gradients", changes.get("gradients", 16), 16, "of every module"),)),
+        ladder.Rung("1", (ladder.Row("lora_B gradients", gradients == 16, gradients, "= 16", "of every module"),)),
         ladder.twentieth(replace(loras.trained("z_image").course, scales=changes.get("scales", ()))),
         ladder.conditions(
             changes.get("variable", []), changes.get("apart", 0.0), "b" * 64, changes.get("base", "b" * 64)

@@ -80,15 +80,32 @@ def test_the_file_is_of_the_size_that_its_rank_gives(tmp_path, family):
         assert found.bytes == path.stat().st_size == found.header + found.payload
 
 
-def test_real_sizes_are_those_of_the_contract():
-    # Features of SDXL's 560 modules: attention of 640 and 1280 channels, across to 2048 of the text.
-    shapes = []
-    for blocks, layers, width in ((5, 2, 640), (6, 10, 1280)):
-        for _ in range(blocks * layers):
-            shapes += [(width, width)] * 6 + [(width, 2048)] * 2
-    assert len(shapes) == 560
-    assert files.payload_bytes(shapes, 1, torch.int8) == 1_451_520
-    assert round(files.payload_bytes(shapes, 16, torch.bfloat16) / 1e6, 1) == 46.4
+def real_shapes(family):
+    """Features out and in of the modules of the published network that a LoRA is on, by its config."""
+    if family == "sdxl":  # blocks with attention, layers in each, channels; the text has 2048
+        found = []
+        for blocks, layers, width in ((5, 2, 640), (6, 10, 1280)):
+            found += ([(width, width)] * 6 + [(width, 2048)] * 2) * blocks * layers
+        return found
+    modules, width = {"flux": (19 * 8 + 38 * 3, 3072), "qwen_image": (60 * 8, 3072), "z_image": (34 * 4, 3840)}[family]
+    return [(width, width)] * modules
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "values", "f32", "bf16"),
+    [  # contracts/lora.md 1c: modules, values a rank, MB at rank 16
+        ("sdxl", 560, 1_451_520, 92.9, 46.4),
+        ("flux", 266, 1_634_304, 104.6, 52.3),
+        ("qwen_image", 480, 2_949_120, 188.7, 94.4),
+        ("z_image", 136, 1_044_480, 66.8, 33.4),
+    ],
+)
+def test_real_sizes_are_those_of_the_contract(family, modules, values, f32, bf16):
+    shapes = real_shapes(family)
+    assert len(shapes) == modules
+    assert files.payload_bytes(shapes, 1, torch.int8) == values
+    assert round(files.payload_bytes(shapes, 16, torch.float32) / 1e6, 1) == f32
+    assert round(files.payload_bytes(shapes, 16, torch.bfloat16) / 1e6, 1) == bf16
 
 
 def test_dead_modules_of_qwen_image_are_accounted_for():
@@ -209,6 +226,14 @@ def test_the_sidecar_says_the_family_and_the_steps_reached(tmp_path):
     assert (found["modules"], found["live_modules"], found["trigger_prompt"]) == (16, 14, "a photo of sks fox")
     assert found["files"] == [{"name": "fox.safetensors", "bytes": path.stat().st_size, "sha256": sha256(path)}]
     assert "created" not in str(found)
+
+
+def test_all_files_of_a_lora_are_written_together_and_listed(tmp_path):
+    out = tmp_path / "fox.safetensors"
+    made = files.write_all(out, loras.lora("flux"), loras.ABOUT)
+    assert [path.name for path in made] == ["fox.safetensors", "fox-comfyui.safetensors", "fox.gguf"]
+    assert [it["name"] for it in read_json(tmp_path / "fox.json")["files"]] == [path.name for path in made]
+    assert all(it["sha256"] == sha256(tmp_path / it["name"]) for it in read_json(tmp_path / "fox.json")["files"])
 
 
 def test_a_truncated_file_is_named(tmp_path):

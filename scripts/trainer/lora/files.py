@@ -104,6 +104,24 @@ def payload_bytes(shapes: Iterable[tuple[int, int]], rank: int, dtype: torch.dty
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
+def outputs(path: Path) -> tuple[Path, Path, Path]:
+    """The files of a LoRA: `path`, for diffusers; with names that ComfyUI knows; and GGUF, which ggk takes first."""
+    return path, path.with_name(f"{path.stem}-comfyui.safetensors"), path.with_suffix(".gguf")
+
+
+def write_all(path: Path, lora: Lora, about: About) -> tuple[Path, Path, Path]:
+    """Write all files of a LoRA, and its sidecar.
+
+    Raises:
+        TrainerError: as `write`.
+    """
+    made = outputs(path)
+    for write_one, out in zip((write, write_variant, write_gguf), made, strict=True):
+        write_one(out, lora, about)
+    write_sidecar(path, lora, about, made)
+    return made
+
+
 def write(path: Path, lora: Lora, about: About) -> None:
     """Write the file for diffusers, and for all that reads its names.
 
