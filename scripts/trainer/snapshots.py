@@ -38,14 +38,15 @@ def _lora(
     settings: Settings, materials: list[dict[str, Any]], path: Path, checkpoint: str
 ) -> tuple[Path, dict[str, Any]]:
     """The files; pictures are made of the run's own alone, since they take the whole base."""
-    from trainer.lora import export as lora_export  # takes packages that adapters do without
+    from trainer.lora import export as lora_export
+    from trainer.lora import files
 
     meta = checkpoints.read_meta(path)
     _check_shards(Path(settings.folder), meta)
     checkpoint = "best" if checkpoint == "best" else f"step{meta['step']}"
     lora, about = lora_export.read(settings, materials, path, checkpoint)
     out = Path(settings.export.dir) / f"{settings.export.name}-step{meta['step']}{LoraPack.suffix}"
-    lora_export.write(lora, about, out)
+    files.write_all(out, lora, about)
     log.info("wrote %s", out)
     figures = {"val_loss": (meta.get("val") or {}).get("loss"), "best_val_loss": meta["best_loss"], "eval": None}
     return out, _entry(meta, checkpoint) | figures

@@ -135,11 +135,9 @@ def test_the_doctor_finds_no_problem_and_publishing_without_a_repository_is_refu
 
 
 def test_adapters_need_no_packages_of_loras():
-    code = "import sys; sys.modules['diffusers'] = sys.modules['peft'] = None\n"
-    code += (
-        "from trainer import config, doctor, export, materials, publishing, report, snapshots, status, train_process; import trainer.lora.precompute\n"
-    )
-    code += "assert config.load({'pack': 'sdxl_lora'}).exports and 'torch' in sys.modules\n"
+    shared = "config, doctor, export, materials, publishing, report, snapshots, status, train_process"
+    heavy = f"import sys; sys.modules['diffusers'] = sys.modules['peft'] = None\nfrom trainer import {shared}\n"
+    heavy += "import trainer.lora.precompute\nassert 'torch' in sys.modules\n"
     light = "import sys\nfrom trainer import config, materials, packs, publishing\nassert 'torch' not in sys.modules\n"
-    for given in (code, light):
+    for given in (heavy, light):
         subprocess.run([sys.executable, "-c", given], check=True, cwd=CHECKOUT / "scripts")

@@ -35,21 +35,13 @@ def picture(path, seed, size=SIZES[0], **more):
     Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(path, **more)
 
 
-<<<<<<< HEAD
-def settings(run, pictures=None, precompute=None):
-=======
 def settings(run, pictures=None, precompute=None, pack="sdxl_lora"):
->>>>>>> shards
     """Those of a run in a folder."""
     group = {"folder": str(run / "mine"), "resolution": 128, "holdout": 0.0, "max_bad_fraction": 0.0}
     shards = {"device": "cpu", "block_shards": 2, "teacher_dtype": "f32"}
     return config.load(
         {
-<<<<<<< HEAD
-            "pack": "sdxl_lora",
-=======
             "pack": pack,
->>>>>>> shards
             "runs_dir": str(run.parent),
             "run": run.name,
             "pictures": group | (pictures or {}),

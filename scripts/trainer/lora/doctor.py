@@ -70,11 +70,13 @@ def read(run: Path, lora: Path | None = None) -> Evidence:
     if not run.is_dir():
         raise TrainerError(f"{run} is no folder of a run: give one, such as runs/my-lora")
     found = Evidence()
-    if (run / "ladder.json").exists():
-        rungs = read_json(run / "ladder.json")["rungs"]
-        found.rows = {(rung["name"], row["name"]): row for rung in rungs for row in rung["rows"]}
     if (run / "eval.json").exists():
         found.evaluation = read_json(run / "eval.json")
+        rungs = found.evaluation.get("ladder", {}).get("rungs", [])
+        found.rows = {(rung["name"], row["name"]): row for rung in rungs for row in rung["rows"]}
+    if (run / "ladder.json").exists():  # of a run that was judged rung by rung
+        rungs = read_json(run / "ladder.json")["rungs"]
+        found.rows |= {(rung["name"], row["name"]): row for rung in rungs for row in rung["rows"]}
     if (run / "metrics.csv").exists():
         with open(run / "metrics.csv", encoding="utf-8", newline="") as table:
             found.metrics = list(csv.DictReader(table))

@@ -11,7 +11,6 @@ from trainer.errors import TrainerError
 from trainer.export import copied
 from trainer.files import digest, read_json
 from trainer.lora import families, files
-from trainer.packs.base import LoraPack
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -31,17 +30,7 @@ def export_best(settings: Settings, materials: list[dict[str, Any]], best: Path,
     lora, about = read(settings, materials, best, "best")
     written = [out, *map(Path, settings.exports[1:])]
     with copied(settings, *written, refuse=lambda path, run, _: files.refuse_anothers(path, str(run))):
-        write(lora, about, out)
-
-
-def write(lora: files.Lora, about: files.About, out: Path) -> list[Path]:
-    """Write a LoRA as `<name>.safetensors`, the variant for ComfyUI and ggk, GGUF and JSON; gives the paths."""
-    variant, gguf = (out.with_name(out.name.removesuffix(".safetensors") + end) for end in LoraPack.more[:2])
-    files.write(out, lora, about)
-    files.write_variant(variant, lora, about)
-    files.write_gguf(gguf, lora, about)
-    files.write_sidecar(out, lora, about, [out, variant, gguf])
-    return [out, variant, gguf, files.sidecar(out)]
+        files.write_all(out, lora, about)
 
 
 def weights(tensors: checkpoints.Tensors) -> checkpoints.Tensors:

@@ -25,7 +25,7 @@ class LoraDoctor(Doctor):
         if self.settings.lora.base_precision == "nf4":
             wanted.append("bitsandbytes")
         if missing := sorted({name for name in wanted if not importlib.util.find_spec(name)}):
-            yield problem(f"packages are missing: run `pip install {' '.join(missing)}` in this environment")
+            yield problem(f"packages that LoRAs take are missing: run `pip install {' '.join(missing)}` here")
 
     def materials(self) -> Iterator[Check]:
         """As of all runs, and the folders of pictures."""
