@@ -45,7 +45,7 @@ class Task(ABC):
 
     unit: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]
-    val_columns: ClassVar[dict[str, str]]
+    val_columns: dict[str, str]
     higher_is_better: ClassVar[bool]
     checks_every_step: ClassVar[bool] = False
 

@@ -52,7 +52,7 @@ def make(settings: config.Settings, base: Path, pictures: int = 5, masks: bool =
     random = torch.Generator().manual_seed(3)
     captions = {corpus.text_id(text): text for text in ("", *(f"picture {n}" for n in range(pictures)))}
     index = {"pack": settings.pack}
-    for split, count in (("train", pictures), ("val", 2)):
+    for split, count in (("train", pictures), ("val", 1)):
         rows = [_picture(split, number) for number in range(count)]
         (run / "corpus").mkdir(parents=True, exist_ok=True)
         (run / "corpus" / f"{split}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))

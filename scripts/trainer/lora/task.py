@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from trainer import checkpoints, packs
 from trainer.checkpoints import Tensors
@@ -141,11 +142,9 @@ class LoraTask(Task):
         losses = objective.loss(prediction, target, part.mask)
         self.seen.append((part, losses.detach()))
         weighted = (losses * self.schedule.weights(t) * part.weights).sum()
-        at = (u * len(_BANDS)).long().clamp_max(len(_BANDS) - 1).to(losses.device)
-        of_bands = torch.zeros(2, len(_BANDS), device=losses.device)
-        of_bands[0].index_add_(0, at, losses.detach())
-        of_bands[1].index_add_(0, at, torch.ones_like(losses))
-        return weighted, torch.cat([weighted.detach()[None], of_bands.flatten()])
+        bands = one_hot((u * len(_BANDS)).long().clamp_max(len(_BANDS) - 1), len(_BANDS)).to(losses)
+        of_bands = torch.cat([losses.detach() @ bands, bands.sum(0)])
+        return weighted, torch.cat([weighted.detach()[None], of_bands])
 
     def _predicted(self, part: Part, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the network says at levels [B] of noise, what it should say, and the timesteps."""
