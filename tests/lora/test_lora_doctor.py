@@ -98,6 +98,13 @@ note: loss at little noise: is higher than others, as a target of noise makes it
     )
 
 
+def test_a_run_that_was_resumed_past_a_fault_is_well(run):
+    stopped_later(run)
+    assert "not finite later" in patterns(run)
+    metrics(run, [0.9] * 5, {})
+    assert "not finite later" not in patterns(run)
+
+
 def test_a_run_that_has_not_begun_answers_what_would_tell(tmp_path):
     (tmp_path / "new").mkdir()
     assert verdicts(tmp_path / "new") == ["unknown", "no", "unknown", "unknown", *["unknown"] * 6]
@@ -120,12 +127,17 @@ def nan_at_once(run):
 def nan_at_once_and_stopped(run):
     (run / "metrics.csv").unlink()
     (run / "logs").mkdir()
-    said = "error: the loss or its gradient was not finite in step 1 (fox.png: its loss is nan); the state saved before"
+    said = "error: the loss or its gradient was not finite in step 1 (fox.png: its loss is nan); see step 7"
     (run / "logs" / "train.log").write_text(f"training\n{said}\n")
 
 
 def nan_later(run):
     metrics(run, [1.0, 1.0, "inf"], {})
+
+
+def stopped_later(run):
+    (run / "logs").mkdir()
+    (run / "logs" / "train.log").write_text("error: the loss or its gradient was not finite in step 4 (fox.png)\n")
 
 
 def no_checkpoint(run):
@@ -192,6 +204,7 @@ def rising(run):
         (nan_at_once, 1, "not finite at the first step"),
         (nan_at_once_and_stopped, 1, "not finite at the first step"),
         (nan_later, 1, "not finite later"),
+        (stopped_later, None, "not finite later"),
         (no_checkpoint, 2, None),
         (truncated_checkpoint, 3, None),
         (most_zero, 4, "lora_B stays 0"),

@@ -104,11 +104,11 @@ def _stopped(log: Path, metrics: list[dict[str, str]]) -> tuple[int, str] | None
     """What the log says of a value that is not finite, unless training has gone on since."""
     if not log.exists():
         return None
-    said = re.findall(r".*not finite.* step (\d+).*", text := log.read_text(encoding="utf-8", errors="replace"))
-    if not said or (metrics and int(metrics[-1]["step"]) >= int(said[-1])):
+    said = re.findall(r".*not finite in step \d+.*", log.read_text(encoding="utf-8", errors="replace"))
+    if not said:
         return None
-    (line,) = [line for line in text.splitlines() if "not finite" in line and f"step {said[-1]}" in line][-1:]
-    return int(said[-1]), line.strip()
+    step = int(said[-1].partition("not finite in step ")[2].split()[0])
+    return None if metrics and int(metrics[-1]["step"]) >= step else (step, said[-1].strip())
 
 
 def _own(run: Path) -> Iterator[Path]:
