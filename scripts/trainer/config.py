@@ -283,8 +283,8 @@ class Lora(Group):
 
     @field_validator("base")
     @classmethod
-    def _home(cls, value: str | None) -> str | None:
-        return value and str(Path(value).expanduser())
+    def _absolute(cls, value: str | None) -> str | None:
+        return str(Path(value).expanduser().absolute()) if value and bases.is_folder(value) else value
 
     @field_validator("checkpointing", mode="before")
     @classmethod

@@ -116,6 +116,7 @@ def _of_lora(run_folder: Path, result: results.Result, metrics: dict[str, np.nda
     return "lora_report.html.j2", {
         "charts": charts(metrics, None, None),
         "bands": [name.rpartition("_")[2] for name in result.evaluation["metrics"] if name.startswith("val_loss_")],
+        "grid": contact_sheet.thumbnail(run_folder / "eval" / result.evaluation["pictures"]["grid"], side=2048),
         "shots": [
             shot
             | {"images": [contact_sheet.thumbnail(run_folder / "eval" / shot[it]) for it in ("base", "lora", "diff")]}

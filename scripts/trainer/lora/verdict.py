@@ -11,13 +11,14 @@ from trainer.config import Settings
 from trainer.corpus_files import read
 from trainer.files import read_json
 from trainer.job import log
-from trainer.lora import evaluation, export, families, ladder, network
+from trainer.lora import evaluation, export, families, files, ladder, network
 from trainer.lora.evaluation import Shot
 from trainer.lora.families import Family, Name
 from trainer.lora.objective import BANDS
 
 # A prompt that has nothing of what is learnt: the LoRA should change it less.
 _OTHER = "a street with houses on a cloudy day"
+_MAX_KEPT = 3  # earlier steps that pictures are made of
 # By family, what pictures are usually made with: steps, guidance, and what the pipeline calls that.
 _USUAL: dict[Name, tuple[int, float, str]] = {
     "sdxl": (25, 5.0, "guidance_scale"),
@@ -62,6 +63,7 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
         _options(settings, family),
         wanted,
         run / "eval",
+        _kept(settings, materials, run, meta),
     )
     rungs += _course(run, meta)
     graded = ladder.to_json(rungs)
@@ -130,6 +132,23 @@ def _options(settings: Settings, family: Family) -> dict[str, Any]:
     asked, side = settings.evaluate, settings.pictures.resolution
     guidance = guidance if asked.guidance is None else asked.guidance
     return {"num_inference_steps": asked.steps or steps, name: guidance, "height": side, "width": side}
+
+
+def _kept(
+    settings: Settings, materials: list[dict[str, Any]], run: Path, meta: dict[str, Any]
+) -> list[tuple[int, Path]]:
+    """Files of some earlier steps of this training, written to the folder `eval`."""
+    found = [(checkpoints.read_meta(path), path) for path in checkpoints.kept(run / "checkpoints")]
+    earlier = [
+        (it["step"], path) for it, path in found if it["step"] < meta["step"] and it["made_from"] == meta["made_from"]
+    ]
+    chosen = earlier[:: -(-len(earlier) // _MAX_KEPT)] if earlier else []
+    written = []
+    for step, path in chosen:
+        out = run / "eval" / f"step-{step}.safetensors"
+        files.write(out, *export.read(settings, materials, path, f"step{step}"))
+        written.append((step, out))
+    return written
 
 
 def _course(run: Path, meta: dict[str, Any]) -> list[ladder.Rung]:
