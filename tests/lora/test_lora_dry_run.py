@@ -3,12 +3,18 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from trainer import packs, status
+from trainer import config, packs, publishing, status
+from trainer.card import write_card
+from trainer.files import sha256, write_json
+from trainer.lora import doctor as lora_doctor
+from trainer.lora import verdict
+from trainer.report import write_report
 from workflow import CHECKOUT, Project
 
 FAMILIES = ["sdxl_lora", "flux_lora", "qwen_image_lora", "z_image_lora"]
@@ -111,11 +117,38 @@ def test_status_tells_how_the_demo_stands(demo):
     assert [name for name, stage in stages.items() if stage["state"] == "done"] == [
         *("materials", "corpus", "precompute", "train", "export")
     ]
+    assert stages["corpus"]["done"] == 11 + 1 + 13
     assert (stages["train"]["done"], stages["precompute"]["done"]) == (20, stages["precompute"]["total"])
     metrics = found["metrics"]
     assert metrics["train"]["loss"] > 0
     assert metrics["val"]["best_loss"] <= metrics["val"]["val_loss"]
     assert "val_loss" in status.text(found)
+
+
+def test_what_the_demo_came_to_is_told_in_its_report_and_its_card(demo, monkeypatch):
+    monkeypatch.chdir(demo.folder)
+    settings, run = config.load(demo.settings), Path("runs/tiny")
+    records = demo.json("materials.json")["materials"]
+    found = verdict.evaluate(settings, records, run / "trained.safetensors", Path(settings.exported))
+    write_json(run / "eval.json", found)
+    assert found["metrics"]["val_loss"] < found["metrics"]["base_loss"]
+    assert found["metrics"]["shift"] > 0
+    rungs = {rung["name"]: rung["passed"] for rung in found["ladder"]["rungs"]}
+    assert rungs["inert"]
+    assert rungs["weights"]
+    assert rungs["conditions"]
+    assert found["pictures"]["columns"] == ["base", "step 10", "step 20"]
+    write_report(run, settings, run / "report.html")
+    page = (run / "report.html").read_text()
+    assert page.count("<img") == 1 + 3 * len(found["pictures"]["shots"])
+    assert "With and without, from the same seeds" in page
+    write_card(run, settings, run / "README.md")
+    card = (run / "README.md").read_text()
+    digests = [sha256(file) for file in settings.exports]
+    assert all(digest in card for digest in digests)
+    assert str(demo.folder) not in card
+    publishing._check(settings, [Path(file) for file in settings.exports], run / "README.md")
+    assert not [answer for answer in lora_doctor.answers(lora_doctor.read(run)) if answer.verdict == "no"]
 
 
 def test_nothing_is_to_do_again_and_a_snapshot_is_the_same_weights(demo):

@@ -1,6 +1,7 @@
 """What a trained LoRA came to, as eval.json tells: losses with and without it, pictures from the same seeds, ladder."""
 
 import csv
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ from trainer.config import Settings
 from trainer.corpus_files import read
 from trainer.files import read_json
 from trainer.job import log
-from trainer.lora import evaluation, export, families, files, ladder, network
+from trainer.lora import evaluation, export, families, files, ladder, models, network, precompute
+from trainer.lora.conditions import Shard
 from trainer.lora.evaluation import Shot
 from trainer.lora.families import Family, Name
 from trainer.lora.objective import BANDS
+from trainer.materials import Record
+from trainer.shard_index import listed
 
 # A prompt that has nothing of what is learnt: the LoRA should change it less.
 _OTHER = "a street with houses on a cloudy day"
+_CAPTIONS = 4  # that are encoded again
 _MAX_KEPT = 3  # earlier steps that pictures are made of
 # By family, what pictures are usually made with: steps, guidance, and what the pipeline calls that.
 _USUAL: dict[Name, tuple[int, float, str]] = {
@@ -48,6 +53,7 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
     tensors, meta = checkpoints.load(trained)
     weights, made_from = export.weights(tensors), meta["made_from"]
     numbers = made_from["base_precision"]
+    conditions = _conditions(settings, run, Record(**base), family)  # before the pipeline: both hold encoders
     device = devices.pick(settings.evaluate.device)
     dtype = network.DTYPES[numbers] if device.type == "cuda" else torch.float32
     pipeline = _pipeline(Path(base["path"]), family, dtype, device)
@@ -65,7 +71,7 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
         run / "eval",
         _kept(settings, materials, run, meta),
     )
-    rungs += _course(run, meta)
+    rungs += [conditions, *_course(run, meta)]
     graded = ladder.to_json(rungs)
     for failure in ladder.failures(graded):
         log.warning("not passed: %s", failure)
@@ -114,6 +120,21 @@ def _pipeline(folder: Path, family: Family, dtype: torch.dtype, device: torch.de
 def _bytes(pipeline: Any) -> int:
     modules = [it for it in pipeline.components.values() if isinstance(it, torch.nn.Module)]
     return sum(it.numel() * it.dtype.itemsize for module in modules for it in module.parameters())
+
+
+def _conditions(settings: Settings, run: Path, base: Record, family: Family) -> ladder.Rung:
+    """Whether some captions of the shards are what the base's encoders make of them now."""
+    index, now = read_json(run / "shards.json"), precompute.made_from(settings, {base.id: base})
+    device = devices.pick(settings.precompute.device)
+    encoder = models.get(family.name)(Path(base.path)).text_encoder(
+        devices.dtype(settings.precompute.teacher_dtype, device), device
+    )
+    texts = {row.id: row.text for row in read(run / "corpus" / "text.jsonl")}
+    stored = ((shard, id) for path in listed(run, index, "text") for shard in [Shard(path)] for id in shard.items)
+    kept = {texts[id]: shard.read(id) for shard, id in islice(stored, _CAPTIONS)}
+    changing = [name for held in kept.values() for name in evaluation.not_constant(held)]
+    apart = evaluation.encoded_apart(encoder, kept)
+    return ladder.conditions(changing, apart, *(f"{it['vae']} {it['encoders']}" for it in (index, now)))
 
 
 def _shots(settings: Settings, run: Path) -> list[Shot]:
