@@ -126,11 +126,6 @@ def targets(network: nn.Module, family: Family, wanted: Sequence[str]) -> list[s
     return sorted(found)
 
 
-def dead(network: nn.Module, family: Family, names: Sequence[str]) -> set[str]:
-    """Of the modules with these names, those whose output nothing reads: their LoRA never learns."""
-    return {end.format(last=len(network.transformer_blocks) - 1) for end in family.dead} & set(names)
-
-
 def attach(network: nn.Module, names: Sequence[str], options: Lora, seed: int) -> None:
     """Put a LoRA on the modules with these names, f32: down is normal with a deviation of 1 / rank, up is zero."""
     from diffusers.training_utils import cast_training_params
