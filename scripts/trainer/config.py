@@ -188,7 +188,9 @@ class Pictures(Group):
     of = "LoRAs"
 
     folder: str | None = fixed(
-        None, "folder of the pictures; captions in 01.txt or 01.caption beside 01.jpg, or in metadata.jsonl"
+        None,
+        "folder of the pictures, with captions in 01.txt or 01.caption beside 01.jpg, or in metadata.jsonl; null: "
+        "those that lora_demo draws",
     )
     caption_column: str = fixed("text", "key of the caption in the lines of metadata.jsonl and captions.jsonl")
     instance_prompt: str | None = fixed(None, "caption of pictures that have none, such as `a photo of sks dog`")
@@ -386,8 +388,8 @@ class Train(Group):
     batch_size: int = fixed(32, "prompts or pictures a step", ge=1)
     batch_tokens: int = live(
         0,
-        "rows (student's and teacher's; of a LoRA, the base's) a forward pass; gradients add up exactly to the "
-        "batch's; 0: all of them",
+        "rows (student's and teacher's) or, of a LoRA, places of latents a forward pass; gradients add up exactly to "
+        "the batch's; 0: all of them",
         ge=0,
     )
     processes: int = live(1, "processes that train together, each on a GPU of its own", ge=1, le=64)

@@ -30,6 +30,7 @@ from trainer import (
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.estimates import GB, Estimate, Machine, estimate
+from trainer.lora import bases
 from trainer.packs.base import LoraPack, Material
 
 ANY = Machine("any", 1, 1)  # where no time is wanted
@@ -153,6 +154,10 @@ class Doctor:
             return problem(f"{material.id}: {material.title} is missing; {material.how_to_get}{passed_over}")
         revision = self.settings.materials.revisions.get(material.id, material.revision)
         size = f"{material.gigabytes:g} GB of {material.repository}"
+        try:
+            bases.refuse_gated(material.repository or "", os.environ.get("HF_TOKEN"))
+        except TrainerError as error:
+            return problem(f"{material.id}: {size} are missing: {error}")
         if hub.offline():
             how = hub.how_to_get(material, revision)
             return problem(f"{material.id}: {size} are missing and HF_HUB_OFFLINE is set; {how}{passed_over}")

@@ -6,7 +6,7 @@ import math
 import pytest
 import yaml
 from PIL import Image
-from trainer import aliases, config, estimates, materials, packs
+from trainer import aliases, config, doctor, estimates, materials, packs
 from trainer.errors import TrainerError
 from trainer.estimates import Machine
 from trainer.packs.base import LoraPack
@@ -328,3 +328,22 @@ def test_estimates_grow_with_what_is_asked_for(pack, pictures):
     if pack == "flux_lora":
         assert plain.stages["export"] == pytest.approx(0.0523, rel=0.01)  # rank 16 in bf16
         assert 25 < made(train={"batch_size": 1}).training < 32
+
+
+def test_the_doctor_counts_pictures_and_tells_what_a_gated_base_takes(tmp_path, pictures, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    given = {"runs_dir": str(tmp_path), "train": {"device": "cpu"}, "precompute": {"device": "cpu"}}
+    made = load("flux_lora", **given, pictures={"folder": pictures(3)})
+    config.write_stage_settings(made)
+    told = {check.text: check.level for check in doctor.checks(made, 1 << 40)}
+    assert any("is gated: accept its license" in text for text, level in told.items() if level == "PROBLEM")
+    assert any(
+        "3 pictures in" in text and "0 without a caption" in text for text, level in told.items() if level == "ok"
+    )
+    assert any(text.startswith("disk: ") and "for 3 pictures" in text for text in told)
+    assert any(text.startswith("time left: precompute") for text in told)
+    (tmp_path / "pictures" / "0001.txt").unlink()
+    told = {check.text: check.level for check in doctor.checks(made, 1 << 40)}
+    assert any("1 without a caption" in text for text, level in told.items() if level == "PROBLEM")
