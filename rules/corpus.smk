@@ -1,7 +1,7 @@
-# Of adapters, prompts and pictures with instructions; of LoRAs, pictures with captions: gathered, cleaned, de-duplicated and split into train and val; and the prompts
-# of probe. The pictures (corpus/images) are no output, which Snakemake would delete when the job is stopped or done
-# again: each is decoded once. What lies in image folders and what the prompts of probe are is told by digests in the
-# settings.
+# Of adapters, prompts, and pictures with instructions; of LoRAs, pictures with captions: gathered, cleaned,
+# de-duplicated and split into train and val; and the prompts of probe, or the captions of both. The pictures
+# (corpus/images) are no output, which Snakemake would delete when the job is stopped or done again: each is decoded
+# once. What lies in image folders and what the prompts of probe are is told by digests in the settings.
 
 
 rule corpus:
