@@ -14,7 +14,8 @@ rule corpus:
             *filter(None, [settings.corpus.train_file, settings.corpus.val_file]),
         ],
         presets=expand(
-            f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role=("prompts", "images", "pictures"))
+            f"{RUN}/materials/{{id}}.json",
+            id=materials.ids(settings, role=("prompts", "images", "pictures")),
         ),
     output:
         **{split: f"{RUN}/corpus/{split}.jsonl" for split in PACK.splits},
