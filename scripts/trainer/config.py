@@ -70,9 +70,9 @@ class Group(BaseModel):
             return value
         if NoneType in get_args(field.annotation):
             return None
-        if field.annotation is bool:
+        if field.annotation is bool and value is not None:
             return False
-        return field.default if field.annotation is str else value
+        return field.default if field.annotation is str and not (value or "").strip() else value
 
     @classmethod
     def kind(cls, name: str) -> Kind | None:

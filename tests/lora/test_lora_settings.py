@@ -61,6 +61,7 @@ def pictures(tmp_path):
         ("train", "grad_clip", 0, 0.0),
         ("train", "grad_clip", -1, 0.0),
         ("publish", "repository", "", None),
+        ("precompute", "device", "", "auto"),
     ],
 )
 def test_strings_and_blanks_are_coerced(group, key, given, becomes):
@@ -98,7 +99,7 @@ def test_what_is_no_finite_number_is_refused(group, key, value):
         ("lora", "ema", (-0.1, 1)),
         ("lora", "snr_gamma", (-5,)),
         ("lora", "text_dropout", (-0.1, 1.1)),
-        ("lora", "checkpointing", ("perhaps",)),
+        ("lora", "checkpointing", ("perhaps", None)),
         ("lora", "optimizer", ("sgd",)),
         ("pictures", "resolution", (0, 32, 500, 520)),
         ("pictures", "variants", (0, 17)),
