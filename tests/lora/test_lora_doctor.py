@@ -84,7 +84,7 @@ def test_a_healthy_run_is_told_as_one(run):
  5 yes     Are fixed conditions constants?
            variable conditions 0, to be = 0: fixed ones are constants
  6 yes     Do tokenizer, template and encoder give in pictures what they gave in training?
-           encoded 0.0, to be = 0: tokenizer, template and encoder give what is in the shards
+           encoded 0.0, to be <= 0: tokenizer, template and encoder give what is in the shards
  7 yes     Are VAE and encoders the same files in training and for pictures?
            base {"b" * 64}, to be = {"b" * 64}: VAE and encoders in training and for pictures
  8 yes     Do gradients reach every module, through rotary embeddings too?

@@ -198,8 +198,11 @@ def test_another_tokenizer_or_template_is_found():
     encoder = models.of(loras.folder("z_image")).text_encoder(torch.float32, loras.CPU)
     kept = {loras.CAPTION: encoder.encode(["a photo of sks box"])[0]}
     assert evaluation.encoded_apart(encoder, kept) > 1e-3
+    assert failed(evaluation.conditions(encoder, kept, "one", "other")) == ["encoded", "base"]
     kept = {loras.CAPTION: encoder.encode(["a photo"])[0]}
     assert evaluation.encoded_apart(encoder, kept) == float("inf")
+    kept = {loras.CAPTION: encoder.encode([loras.CAPTION])[0]}
+    assert failed(evaluation.conditions(encoder, kept, "one", "one")) == []
 
 
 def test_pictures_closer_to_the_training_are_told_from_others():

@@ -188,6 +188,14 @@ def encoded_apart(encoder: TextEncoder, kept: Mapping[str, Conditions]) -> float
     return worst
 
 
+def conditions(
+    encoder: TextEncoder, kept: Mapping[str, Conditions], trained_on: str, evaluated_on: str, limit: float = 0.0
+) -> ladder.Rung:
+    """The rung of what training was given by the shards, by caption: as `ladder.conditions`."""
+    changing = sorted({name for found in kept.values() for name in not_constant(found)})
+    return ladder.conditions(changing, encoded_apart(encoder, kept), trained_on, evaluated_on, limit)
+
+
 def gradients(network: nn.Module) -> ladder.Gradients:
     """What the first backward pass left on a network with a fresh LoRA."""
     grads = {name: weight.grad for name, weight in network.named_parameters()}
