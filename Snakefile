@@ -76,7 +76,7 @@ include: "rules/doctor.smk"
 rule all:
     default_target: True
     input:
-        settings.exported,
+        settings.exports,
         settings.companion or [],
         f"{RUN}/eval.json",
         f"{RUN}/report.html",

@@ -1,7 +1,7 @@
-# Of adapters, prompts and pictures with instructions; of LoRAs, pictures with captions: gathered, cleaned, de-duplicated and split into train and val; and the prompts
-# of probe. The pictures (corpus/images) are no output, which Snakemake would delete when the job is stopped or done
-# again: each is decoded once. What lies in image folders and what the prompts of probe are is told by digests in the
-# settings.
+# Of adapters, prompts, and pictures with instructions; of LoRAs, pictures with captions: gathered, cleaned,
+# de-duplicated and split into train and val; and the prompts of probe, or the captions of both. The pictures
+# (corpus/images) are no output, which Snakemake would delete when the job is stopped or done again: each is decoded
+# once. What lies in image folders and what the prompts of probe are is told by digests in the settings.
 
 
 rule corpus:
@@ -14,7 +14,8 @@ rule corpus:
             *filter(None, [settings.corpus.train_file, settings.corpus.val_file]),
         ],
         presets=expand(
-            f"{RUN}/materials/{{id}}.json", id=materials.ids(settings, role=("prompts", "images", "pictures"))
+            f"{RUN}/materials/{{id}}.json",
+            id=materials.ids(settings, role=("prompts", "images", "pictures")),
         ),
     output:
         **{split: f"{RUN}/corpus/{split}.jsonl" for split in PACK.splits},

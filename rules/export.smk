@@ -1,15 +1,15 @@
-# The adapter file for the engine, the file that goes with it, and step-tagged files of a run as it is now.
+# The exported file, those that go with it, and step-tagged files of a run as it is now.
 
 
 rule export:
     message:
-        "Export {output}"
+        "Export {output[0]}"
     input:
         settings=f"{RUN}/settings/export.json",
         trained=f"{RUN}/trained.safetensors",
         materials=f"{RUN}/materials.json",
     output:
-        update(settings.exported),  # not deleted first: it may be another run's
+        update(settings.exports),  # not deleted first: it may be another run's
     log:
         f"{RUN}/logs/export.log",
     benchmark:

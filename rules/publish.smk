@@ -1,4 +1,4 @@
-# The card of the adapter, and both in a repository of the hub.
+# The card of the exported file, and both in a repository of the hub.
 CARD = f"{RUN}/README.md"
 
 
@@ -11,7 +11,7 @@ rule card:
         corpus=f"{RUN}/corpus.json",
         index=f"{RUN}/shards.json",
         evaluation=f"{RUN}/eval.json",
-        exported=settings.exported,
+        exported=settings.exports,
     output:
         CARD,
     log:
@@ -38,7 +38,7 @@ rule publish:
     message:
         "{params.what}"
     input:
-        exported=[] if REFUSAL else settings.exported,
+        exported=[] if REFUSAL else settings.exports,
         companion=[] if REFUSAL else settings.companion or [],
         card=[] if REFUSAL else CARD,
     log:

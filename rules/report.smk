@@ -9,7 +9,7 @@ rule report:
         corpus=f"{RUN}/corpus.json",
         index=f"{RUN}/shards.json",
         evaluation=f"{RUN}/eval.json",
-        exported=settings.exported,
+        exported=settings.exports,
     output:
         f"{RUN}/report.html",
     log:

@@ -1,4 +1,4 @@
-"""Print what the packs take on some machines, or on yours: `python scripts/estimate.py --tflops 20 --disk 1.5`."""
+"""Print what adapter packs take on some machines, or on yours: `python scripts/estimate.py --tflops 20 --disk 1.5`."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,8 @@ def table(machines: list[Machine]) -> list[str]:
     """Lines of a Markdown table, a row a pack."""
     head = ["pack", "GPU memory: precompute, training", "disk", *(f"{machine.name}" for machine in machines)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for name in (name for name in packs.names() if name != "demo"):  # which is measured, and too small for these rates
+    # The demo is measured, and too small for these rates.
+    for name in (name for name in packs.names() if name != "demo" and "adapters" in packs.get(name).kinds):
         made = [estimate(of_pack(name), machine) for machine in machines]
         memory = f"{_gb(made[0].streamed)} ({_gb(made[0].resident)} not streamed), {_gb(made[0].training)}"
         times = [f"{_time(it.precompute_hours)} + {_time(it.training_hours)}" for it in made]

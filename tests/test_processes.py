@@ -18,7 +18,7 @@ import tiny_runs
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
-from trainer import checkpoints, processes, status, train_process
+from trainer import checkpoints, control, processes, status, train_process
 from trainer.adapter_task import Inputs
 from trainer.config import Train
 from trainer.errors import TrainerError
@@ -125,6 +125,16 @@ def test_a_run_of_two_processes_goes_on_with_one_at_the_same_sample(undisturbed,
     assert checkpoints.read_meta(inputs.run / "checkpoints" / "state.safetensors")["step"] == 310
     log = (inputs.run / "logs" / "train.log").read_text()
     assert "resuming at step 300 of 310" in log
+
+
+def test_a_request_to_stop_that_waits_for_training_comes_before_all_else(tmp_path):
+    settings, inputs = made(tmp_path, processes=1)
+    (control.folder(inputs.run) / "stop").parent.mkdir()
+    (control.folder(inputs.run) / "stop").touch()
+    with pytest.raises(SystemExit):
+        train_process.run(task(settings, inputs))
+    assert "before training began" in (inputs.run / "logs" / "train.log").read_text()
+    assert not (inputs.run / "checkpoints").exists()
 
 
 def test_a_process_that_is_killed_ends_the_training_in_words(tmp_path):

@@ -15,7 +15,8 @@ from pathlib import Path
 import finished_run
 import pytest
 import tiny_models
-from trainer import commands, config, doctor, job, status
+from trainer import commands, config, job, status
+from trainer.adapter_needs import AdapterDoctor
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from workflow import CHECKOUT, Project, prompts
@@ -101,9 +102,9 @@ def test_status_and_doctor_agree_with_a_run_from_its_start_over_a_stop_and_a_kil
     assert "ok       disk" in output
     assert "PROBLEM" not in output
     monkeypatch.chdir(project.folder)
-    doctors = doctor._Doctor(config.load(project.settings), 1 << 40)
+    doctors = AdapterDoctor(config.load(project.settings), 1 << 40)
     assert all(check.level == "ok" for look in (doctors.materials, doctors.memory) for check in look())
-    promised = {name: size * 1e9 for name, size in doctors._measured()[0].stages.items()}
+    promised = {name: size * 1e9 for name, size in doctors.measured()[0].stages.items()}
 
     process = project.start()
     seen = follow(project, lambda found: found["metrics"]["val"] and found["jobs"] and found["jobs"][0]["rate"])

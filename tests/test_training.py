@@ -309,7 +309,7 @@ def test_out_of_memory_goes_on_with_smaller_parts_and_then_recomputed_blocks(tmp
         return score(adapter, scale, part, *more)
 
     monkeypatch.setattr(scoring, "loss", short)
-    trainer.options = trainer.task.options = settings.train.model_copy(update={"lr": 0.0, "grad_clip": 0})
+    trainer.options = settings.train.model_copy(update={"lr": 0.0, "grad_clip": 0})
     trainer._step(batch, len(batch.target))
     found = torch.cat([p.grad.flatten() for p in trainer.task.module.parameters()])
     assert (found - expected).norm() <= 1e-6 * expected.norm()
@@ -433,7 +433,7 @@ def test_only_rows_of_the_seed_table_that_occur_are_trained_and_the_others_are_k
     start = load_file(inputs.given["seed_table"])["table"]
     table = weights(settings)["best"]["model.t5_embed.weight"]
     changed = {n for n in range(tiny_runs.VOCABULARY) if not torch.equal(table[n], start[n])}
-    trained = {0, *(n for shard in trainer.train for n in shard.columns["slots"].tolist())}
+    trained = {0, *(n for shard in trainer.task.train for n in shard.columns["slots"].tolist())}
     assert changed == trained
 
 

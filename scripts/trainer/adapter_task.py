@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer import adapters, checkpoints, devices, packs, recipe, scoring
 from trainer.batches import Batch
-from trainer.config import Settings, stage_settings
+from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json
 from trainer.job import log
@@ -65,7 +65,9 @@ class AdapterTask(Task):
         self.val_columns = {"val_cos": self.metric, "val_rel_mse": "rel_mse"}
         self.batch_tokens = self.options.batch_tokens or sys.maxsize
         self.made_from = {
-            **stage_settings(settings, "train")["train"],
+            # The width of pictures' rows is told by the shards.
+            "adapter": settings.adapter.fingerprint(("adapters",)),
+            "train": settings.train.fingerprint(("adapters",)),
             "shards": trained_on(inputs.index),
         }
         self.made_from |= {name: digest(checkpoints.read_meta(path)) for name, path in inputs.given.items()}

@@ -11,6 +11,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from trainer import __version__, materials, results
 from trainer.config import Settings
 from trainer.files import sha256, write_text
+from trainer.lora import families
+from trainer.packs.base import LoraPack
 from trainer.results import Result
 
 
@@ -28,31 +30,71 @@ def write_card(run_folder: Path, settings: Settings, out: Path) -> None:
     result = results.read(run_folder, settings)
     page = results.environment(keep_trailing_newline=True)
     page.filters["code"] = code
-    companion = result.pack.companion
-    text = page.get_template("card.md.j2").render(
+    template, metadata, more = (_of_lora if isinstance(result.pack, LoraPack) else _of_adapter)(result)
+    text = page.get_template(template).render(
         version=__version__,
         settings=settings,
         pack=result.pack,
         evaluation=result.evaluation,
         metrics=result.evaluation["metrics"],
-        figure=result.figure,
-        figures=result.figures,
-        probes=result.probes,
-        command=result.command(absolute=False),
-        reference=result.reference(absolute=False),
-        gguf={"name": result.gguf.name, "bytes": result.gguf.stat().st_size, "sha256": sha256(result.gguf)},
         corpus=result.corpus,
-        # A source is a preset, or a file or folder of the user's: where those lie is nobody's business.
-        sources=[(Path(name).name, counts) for name, counts in result.corpus["sources"].items()],
         shards=result.shards,
         materials=[
             record | {"license": _license(settings, record), "file": Path(record["path"]).name}
             for record in result.materials
         ],
-        companion=Path(settings.companion or "").name,
-        companion_license=companion and _license(settings, {"id": companion.id, "package": None}),
+        **more,
     )
-    write_text(out, f"---\n{_metadata(result).to_yaml()}\n---\n\n{text}")
+    write_text(out, f"---\n{metadata.to_yaml()}\n---\n\n{text}")
+
+
+def _file(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _of_adapter(result: Result) -> tuple[str, ModelCardData, dict[str, Any]]:
+    companion = result.pack.companion
+    return (
+        "card.md.j2",
+        _metadata(result),
+        {
+            "figure": result.figure,
+            "figures": result.figures,
+            "probes": result.probes,
+            "command": result.command(absolute=False),
+            "reference": result.reference(absolute=False),
+            "gguf": _file(result.exported),
+            # A source is a preset, or a file or folder of the user's: where those lie is nobody's business.
+            "sources": [(Path(name).name, counts) for name, counts in result.corpus["sources"].items()],
+            "companion": Path(result.settings.companion or "").name,
+            "companion_license": companion and _license(result.settings, {"id": companion.id, "package": None}),
+        },
+    )
+
+
+def _of_lora(result: Result) -> tuple[str, ModelCardData, dict[str, Any]]:
+    settings, family = result.settings, families.get(result.pack.family)
+    base = next(record for record in result.materials if record["role"] == "base")
+    uses = ("diffusers", "ComfyUI and ggk", "ggk", "programs that list LoRAs")
+    metadata = ModelCardData(
+        license=settings.publish.license,
+        base_model=base["repository"],
+        base_model_relation="adapter" if base["repository"] else None,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["gguf-trainer", "lora", "text-to-image", family.name],
+        instance_prompt=settings.pictures.instance_prompt,
+        model_name=settings.export.name,
+    )
+    return (
+        "lora_card.md.j2",
+        metadata,
+        {
+            "family": family,
+            "base": base["repository"] or Path(base["path"]).name,
+            "files": [_file(Path(it)) | {"about": use} for it, use in zip(settings.exports, uses, strict=True)],
+        },
+    )
 
 
 def _license(settings: Settings, record: dict[str, Any]) -> str:

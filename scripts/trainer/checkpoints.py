@@ -1,6 +1,6 @@
 """What training leaves in `checkpoints/`. All safetensors; the metadata key `trainer` is JSON.
 
-state.safetensors        everything a resume needs: weights, state of the optimizer, step (and so the position), best so far
+state.safetensors        all a resume needs: weights, state of the optimizer, step (and so the position), best so far
 best.safetensors         weights (f32) and standardization at the best validation, no optimizer
 step-<N>.safetensors     kept steps: the exported tensors themselves, f16 where the GGUF has f16, and mean_row
 """

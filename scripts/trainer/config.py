@@ -66,14 +66,13 @@ class Group(BaseModel):
     @classmethod
     def _blank(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[str(info.field_name)]
-        text = "" if value is None else value.strip().lower() if isinstance(value, str) else None
-        if text not in ("null", "none", "~", ""):
+        if not _is_blank(value):
             return value
         if NoneType in get_args(field.annotation):
             return None
-        if field.annotation is bool:
+        if field.annotation is bool and value is not None:
             return False
-        return field.default if field.annotation is str and not text else value
+        return field.default if field.annotation is str and not (value or "").strip() else value
 
     @classmethod
     def kind(cls, name: str) -> Kind | None:
@@ -85,6 +84,10 @@ class Group(BaseModel):
         fields = type(self).model_fields
         others = {name for name in fields if (kind := self.kind(name)) and kind not in kinds}
         return self.model_dump(mode="json", exclude=others | {n for n, f in fields.items() if _extra(f).get("live")})
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("null", "none", "~", ""))
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
@@ -185,7 +188,9 @@ class Pictures(Group):
     of = "LoRAs"
 
     folder: str | None = fixed(
-        None, "folder of the pictures; captions in 01.txt or 01.caption beside 01.jpg, or in metadata.jsonl"
+        None,
+        "folder of the pictures, with captions in 01.txt or 01.caption beside 01.jpg, or in metadata.jsonl; null: "
+        "those that lora_demo draws",
     )
     caption_column: str = fixed("text", "key of the caption in the lines of metadata.jsonl and captions.jsonl")
     instance_prompt: str | None = fixed(None, "caption of pictures that have none, such as `a photo of sks dog`")
@@ -280,8 +285,8 @@ class Lora(Group):
 
     @field_validator("base")
     @classmethod
-    def _home(cls, value: str | None) -> str | None:
-        return value and str(Path(value).expanduser())
+    def _absolute(cls, value: str | None) -> str | None:
+        return str(Path(value).expanduser().absolute()) if value and bases.is_folder(value) else value
 
     @field_validator("checkpointing", mode="before")
     @classmethod
@@ -292,8 +297,10 @@ class Lora(Group):
     @classmethod
     def _shift(cls, value: Any) -> Any:
         try:
-            if value in (None, "auto") or (0 < float(value) < float("inf") and not isinstance(value, bool)):
-                return value if value in (None, "auto") else float(value)
+            if _is_blank(value) or value == "auto":
+                return None if _is_blank(value) else value
+            if 0 < float(value) < float("inf") and not isinstance(value, bool):
+                return float(value)
         except (TypeError, ValueError):
             pass
         raise ValueError("a number above 0, auto or null is wanted")
@@ -381,8 +388,8 @@ class Train(Group):
     batch_size: int = fixed(32, "prompts or pictures a step", ge=1)
     batch_tokens: int = live(
         0,
-        "rows (student's and teacher's; of a LoRA, the base's) a forward pass; gradients add up exactly to the "
-        "batch's; 0: all of them",
+        "rows (student's and teacher's) or, of a LoRA, places of latents a forward pass; gradients add up exactly to "
+        "the batch's; 0: all of them",
         ge=0,
     )
     processes: int = live(1, "processes that train together, each on a GPU of its own", ge=1, le=64)
@@ -428,6 +435,7 @@ class Export(Group):
     name: str | None = fixed(None, "base name of the file, without -f16.gguf or .safetensors; null: the pack's")
     dir: str | None = fixed(None, "folder of the file; null: beside the run's folder")
     copy_to: str | None = fixed(None, "another folder to copy the file to, such as the engine's models; null: none")
+    dtype: Literal["bf16", "f16", "f32"] = fixed("bf16", "numbers in the file", of="LoRAs")
     companion: bool = live(
         True,
         "also write the file that goes with the adapter, for packs that have one (llada_image: SigVQ, 2.4 GB)",
@@ -436,9 +444,15 @@ class Export(Group):
 
 
 class Evaluate(Group):
-    """The exported file against the val shards."""
+    """The exported file, looked at as its users do, and against the shards that were not trained on."""
 
     device: str = live("auto", "as precompute.device")
+    prompts: list[str] = fixed(
+        [], "pictures are made of these, with and without the LoRA; []: the instance prompt or val captions", of="LoRAs"
+    )
+    seeds: list[int] = fixed([0, 1], "of the noise they start from", of="LoRAs", min_length=1, max_length=16)
+    steps: int | None = fixed(None, "denoising steps of a picture; null: the family's", of="LoRAs", ge=1, le=1000)
+    guidance: float | None = fixed(None, "guidance of a picture; null: the family's", of="LoRAs", ge=0)
     worst: int = fixed(20, "val prompts with the lowest cosine to list in the report", of="adapters", ge=0, le=1000)
 
 
@@ -534,6 +548,11 @@ class Settings(Group):
         return f"{self.export.dir}/{self.export.name}{packs.get(self.pack).suffix}"
 
     @property
+    def exports(self) -> list[str]:
+        """The exported file, and what is written of the same weights beside it for other programs."""
+        return [self.exported, *(f"{self.export.dir}/{self.export.name}{end}" for end in packs.get(self.pack).more)]
+
+    @property
     def companion(self) -> str | None:
         """The file that is written beside the exported one, of a pack that has one; none for a synthetic teacher."""
         material = packs.get(self.pack).companion
@@ -623,8 +642,9 @@ def load(config: dict[str, Any]) -> Settings:
     if settings.train.lr == 1 and settings.lora.optimizer != "prodigy":
         raise TrainerError("setting `train.lr` is 1.0, which is for lora.optimizer prodigy alone; set it lower")
     if isinstance(pack, LoraPack):
-        family = families.get(pack.family)
-        bases.refuse_name(base_of(settings), family, settings.lora.base_precision, settings.lora.trusted)
+        bases.refuse_name(
+            base_of(settings), families.get(pack.family), settings.lora.base_precision, settings.lora.trusted
+        )
     return settings
 
 
@@ -636,8 +656,8 @@ def warnings(settings: Settings) -> list[str]:
 
 def base_of(settings: Settings) -> str:
     """The base model of a LoRA, as the settings name it: a folder or a repository."""
-    family = families.get(packs.get(settings.pack).family)
-    return settings.materials.paths.get("base") or settings.lora.base or family.repository
+    named = settings.materials.paths.get("base") or settings.lora.base
+    return named or families.get(packs.get(settings.pack).family).repository
 
 
 _NOT = {"pictures": "takes no pictures", "adapters": "trains no adapter", "LoRAs": "trains no LoRA"}

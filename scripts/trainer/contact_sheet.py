@@ -45,14 +45,14 @@ def thumbnails(corpus: Path, names: Iterable[str]) -> list[str]:
     return found
 
 
-def thumbnail(path: Path) -> str:
-    """A picture as a data URI, at most `SIDE` pixels on a side.
+def thumbnail(path: Path, side: int = SIDE) -> str:
+    """A picture as a data URI, at most so many pixels on a side.
 
     Raises:
         TrainerError: the picture cannot be read.
     """
     image = open_rgb(path)
-    image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
+    image.thumbnail((side, side), Image.Resampling.BOX)
     data = BytesIO()
     image.save(data, "JPEG", quality=70, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()

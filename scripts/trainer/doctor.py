@@ -6,14 +6,12 @@ Nothing of the run is computed, downloaded or changed, and models are looked at 
 import math
 import os
 import platform
-import random
 import re
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -21,34 +19,21 @@ import psutil
 import torch
 
 from trainer import (
-    corpus,
-    corpus_files,
-    demo_prompts,
     devices,
     finding,
     hub,
     materials,
     packs,
-    probe,
     processes,
-    prompt_sources,
     status,
-    students,
-    teachers,
-    tokenization,
 )
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.estimates import GB, Estimate, Machine, estimate
-from trainer.packs.base import Material
-from trainer.prompt_cleaning import collapse, for_engine
-from trainer.teachers.synthetic import Synthetic
+from trainer.lora import bases
+from trainer.packs.base import LoraPack, Material
 
-_SAMPLED = 2000  # prompts that are tokenized
-_READ = 200_000  # prompts that are read of a file
-# Of the memory a job may use, what weights get (see `trainer.streaming`).
-_WEIGHTS = 0.75
-_ANY = Machine("any", 1, 1)  # where no time is wanted
+ANY = Machine("any", 1, 1)  # where no time is wanted
 
 
 @dataclass(frozen=True)
@@ -59,15 +44,18 @@ class Check:
     text: str
 
 
-def _ok(text: str) -> Check:
+def ok(text: str) -> Check:
+    """All is well."""
     return Check("ok", text)
 
 
-def _note(text: str) -> Check:
+def note(text: str) -> Check:
+    """Something to know."""
     return Check("note", text)
 
 
-def _problem(text: str) -> Check:
+def problem(text: str) -> Check:
+    """Something to change."""
     return Check("PROBLEM", text)
 
 
@@ -87,156 +75,116 @@ def tell(found: Iterable[Check]) -> None:
 
 def checks(settings: Settings, granted: int) -> Iterator[Check]:
     """All checks; `granted` is how many bytes of main memory a block of shards may use."""
-    doctor, told = _Doctor(settings, granted), set()
+    doctor, told = _of(settings)(settings, granted), set()
     for look in (doctor.software, doctor.hardware, doctor.materials, doctor.memory, doctor.disk, doctor.hours):
         try:
             yield from look()
         except TrainerError as error:
             if str(error) not in told:  # a device that does not exist is met twice
-                yield _problem(str(error))
+                yield problem(str(error))
             told.add(str(error))
 
 
-class _Doctor:
+def _of(settings: Settings) -> "type[Doctor]":
+    if isinstance(packs.get(settings.pack), LoraPack):
+        from trainer.lora.needs import LoraDoctor
+
+        return LoraDoctor
+    from trainer.adapter_needs import AdapterDoctor
+
+    return AdapterDoctor
+
+
+class Doctor:
+    """The checks of a run, in groups; those of memory and of what it is made from are of its pack's kind."""
+
     def __init__(self, settings: Settings, granted: int) -> None:
         self.settings, self.granted, self.pack = settings, granted, packs.get(settings.pack)
         self.folder = Path(settings.folder)
         self.places: dict[str, Path | None] = {}
-        self.teacher: teachers.Teacher | None = None
-        self.student: students.StudentInfo | None = None
-        self.estimate = estimate(settings, _ANY)
+        self.estimate = estimate(settings, ANY)
 
     # -- the machine --------------------------------------------------------------------------------------------------
 
     def software(self) -> Iterator[Check]:
+        """Versions, and whether torch can use the GPU."""
         torch_ = f"torch {torch.__version__}" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
         driver = _driver()
         versions = f"Python {platform.python_version()}, {torch_}" + (f", NVIDIA driver {driver}" if driver else "")
         wanted = {self.settings.precompute.device, self.settings.train.device} != {"cpu"}
         if driver and wanted and not torch.cuda.is_available():
-            yield _problem(f"{versions}: torch cannot use the GPU; install one built for CUDA and this driver")
+            yield problem(f"{versions}: torch cannot use the GPU; install one built for CUDA and this driver")
         else:
-            yield _ok(versions)
+            yield ok(versions)
 
     def hardware(self) -> Iterator[Check]:
+        """GPUs, cores and memory."""
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
-            yield _ok(f"cuda:{index} {name}: {_gb(free)} of {_gb(total)} GPU memory free")
+            yield ok(f"cuda:{index} {name}: {gb(free)} of {gb(total)} GPU memory free")
         memory = psutil.virtual_memory()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        yield _ok(f"{cores} CPU cores, {_gb(memory.available)} of {_gb(memory.total)} main memory free")
+        yield ok(f"{cores} CPU cores, {gb(memory.available)} of {gb(memory.total)} main memory free")
         if self.settings.train.processes > 1:
             processes.check(self.settings.train)
 
-    # -- models and prompts -------------------------------------------------------------------------------------------
+    # -- materials -------------------------------------------------------------------------------------------
 
     def materials(self) -> Iterator[Check]:
+        """Where models and data sets are, or how they are got."""
         companion = materials.ids(self.settings, role="companion") if self.settings.companion else []
         for id in [*materials.ids(self.settings), *companion]:
             yield self._material(materials.get(self.settings, id))
-        for file in self._files():
-            if not Path(file).is_file():
-                yield _problem(f"the prompt file {file} does not exist; correct its path in `corpus`")
 
     def _material(self, material: Material) -> Check:
         place, refused = finding.locate(self.settings, material.id)
         self.places[material.id] = place
         passed_over = f"; passed over: {refused}" if refused else ""
-        if place and material.role == "student":
-            self.student = info = students.inspect(place)
-            shape = f"{info.architecture}, {info.layers} layers of {info.hidden}"
-            return _ok(f"{material.id}: {place} ({shape}){passed_over}")
         if place:
-            return _ok(f"{material.id}: {place}{passed_over}")
+            return ok(f"{material.id}: {place}{self.about(material, place)}{passed_over}")
+        if material.kind == "made":
+            return ok(f"{material.id}: made by the run itself")
         if material.id in self.settings.materials.paths:
-            return _problem(f"{material.id}: materials.paths.{material.id} cannot be used: {refused}")
+            return problem(f"{material.id}: materials.paths.{material.id} cannot be used: {refused}")
         if material.kind == "package":
             how = f"run `pip install --force-reinstall {material.package}` in this environment"
-            return _problem(f"{material.id}: the package {material.package} is missing or not whole; {how}")
+            return problem(f"{material.id}: the package {material.package} is missing or not whole; {how}")
         if material.kind == "file":
-            return _problem(f"{material.id}: {material.title} is missing; {material.how_to_get}{passed_over}")
+            return problem(f"{material.id}: {material.title} is missing; {material.how_to_get}{passed_over}")
         revision = self.settings.materials.revisions.get(material.id, material.revision)
         size = f"{material.gigabytes:g} GB of {material.repository}"
+        try:
+            bases.refuse_gated(material.repository or "", os.environ.get("HF_TOKEN"))
+        except TrainerError as error:
+            return problem(f"{material.id}: {size} are missing: {error}")
         if hub.offline():
             how = hub.how_to_get(material, revision)
-            return _problem(f"{material.id}: {size} are missing and HF_HUB_OFFLINE is set; {how}{passed_over}")
+            return problem(f"{material.id}: {size} are missing and HF_HUB_OFFLINE is set; {how}{passed_over}")
         try:
             hub.reach(material, revision)
         except TrainerError as error:
             how = hub.how_to_get(material, revision)
-            return _problem(f"{material.id}: {size} are missing and cannot be downloaded: {error}; or {how}")
-        return _note(f"{material.id}: {size} will be downloaded{passed_over}")
+            return problem(f"{material.id}: {size} are missing and cannot be downloaded: {error}; or {how}")
+        return note(f"{material.id}: {size} will be downloaded{passed_over}")
 
-    def _files(self) -> list[str]:
-        """Prompt files that the settings name."""
-        options = self.settings.corpus
-        return [*options.files, *filter(None, [options.train_file, options.val_file])]
-
-    def _load(self, device: torch.device) -> None:
-        """The teacher by its headers, if it is here."""
-        shape = self.settings.adapter
-        if self.settings.precompute.teacher == "synthetic":
-            if self.pack.vision_dim:
-                return  # it has no weights to speak of
-            self.teacher = Synthetic(shape.vocabulary, shape.teacher_dim, shape.queries)
-        elif path := self.places.get("teacher"):
-            dtype = devices.dtype(self.settings.precompute.teacher_dtype, device)
-            self.teacher = teachers.load(self.pack.teacher, path, dtype)
-
-    # -- memory -------------------------------------------------------------------------------------------------------
+    def about(self, material: Material, place: Path) -> str:
+        """What else to say of a material that is here."""
+        return ""
 
     def memory(self) -> Iterator[Check]:
-        options = self.settings.precompute
-        device = devices.pick(options.device)
-        self._load(device)
-        yield self._precompute_memory(device, devices.budget(device, options.gpu_gib, options.ram_gib, self.granted))
-        device = devices.pick(self.settings.train.device)
-        yield self._training_memory(device, devices.budget(device, 0, 0, 1 << 62))
+        """Whether precompute and training have the memory that they take."""
+        raise NotImplementedError
 
-    def _precompute_memory(self, device: torch.device, budget: devices.Budget) -> Check:
-        on_cpu = device.type == "cpu"
-        wider = devices.dtype(self.settings.precompute.teacher_dtype, device).itemsize / 2
-        sizes = [part.bytes for part in self.teacher.parts] if self.teacher else []
-        gigabytes = sum(material.gigabytes for material in self.pack.materials if material.role == "teacher")
-        largest = max(sizes) if sizes else int(self.pack.work.teacher_part * wider * GB)
-        whole = sum(sizes) if sizes else int(gigabytes * wider * GB)
-        room = int(_WEIGHTS * budget.device)
-        student = 0
-        if self.student:
-            each = devices.dtype(self.settings.precompute.student_dtype, device).itemsize
-            student = each * sum(int(tensor.n_elements) for tensor in self.student.tensors.values())
-        title = f"precompute on {device}: of {_gb(budget.device)} memory, {_gb(room)} are for weights"
-        more = "precompute.ram_gib" if on_cpu else "precompute.gpu_gib"
-        if max(largest, student) > room:
-            what = "the largest part of the teacher" if largest >= student else "the student"
-            change = "free memory" if on_cpu else "free GPU memory, or set precompute: {device: cpu}"
-            return _problem(f"{title}, and {what} takes {_gb(max(largest, student))}; {change}, or raise {more}")
-        pinned = 1 << largest.bit_length()  # what torch takes of main memory to copy a part from
-        if not on_cpu and pinned > _WEIGHTS * budget.ram:
-            least = f"{_gb(pinned / _WEIGHTS)} of main memory are needed to copy a part of the teacher"
-            return _problem(f"{title}, but {least}, not {_gb(budget.ram)}; free some, or raise precompute.ram_gib")
-        if whole > room:
-            faster = f"it is read once a block; {_gb(whole / _WEIGHTS / 0.9)} free would hold it"
-            return _note(f"{title}, and the teacher of {_gb(whole)} is streamed through them: {faster}")
-        return _ok(f"{title}, and the teacher's {_gb(whole)} fit")
-
-    def _training_memory(self, device: torch.device, budget: devices.Budget) -> Check:
-        needed = estimate(self.settings, _ANY)
-        rows = needed.shuffled if device.type == "cpu" else 0.0
-        title = f"training on {device}: {_gb((needed.training + rows) * GB)} of {_gb(budget.device)} memory"
-        if (needed.weights + rows) * GB > budget.device:
-            least = f"weights, optimizer and the rows that are mixed take {_gb((needed.weights + rows) * GB)}"
-            change = "lower train.shuffle_mb, adapter.width or depth" if rows else "lower adapter.width or depth"
-            return _problem(f"{title}, and {least}; free memory, set train.device, or {change}")
-        if (needed.training + rows) * GB > budget.device:
-            return _note(f"{title}: batches are computed in parts; train.batch_tokens sets their size")
-        return _ok(title)
+    def measured(self) -> tuple[Estimate, str]:
+        """An estimate of the run, and in words what it is made from."""
+        raise NotImplementedError
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
     def disk(self) -> Iterator[Check]:
-        self.estimate, how = self._measured()
+        """Whether every disk has room for what goes there."""
+        self.estimate, how = self.measured()
         stages = {stage["name"]: stage for stage in status.read(self.folder)["stages"]}
         left = {name: self._left(stages[name]) for name in ("precompute", "train", "export")}
         missing = [materials.get(self.settings, id) for id, place in self.places.items() if not place]
@@ -256,7 +204,7 @@ class _Doctor:
         for path, size, setting in needs:
             there = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
             if not os.access(there, os.W_OK):
-                yield _problem(f"{there} cannot be written to; change its permissions or set {setting}")
+                yield problem(f"{there} cannot be written to; change its permissions or set {setting}")
             disks[there.stat().st_dev].append((path, size, setting, there))
         for parts in disks.values():
             yield self._disk(parts, how)
@@ -269,75 +217,17 @@ class _Doctor:
 
     def _disk(self, parts: list[tuple[Path, float, str, Path]], how: str) -> Check:
         needed, free = sum(size for _, size, _, _ in parts), shutil.disk_usage(parts[0][3]).free
-        what = ", ".join(f"{path} {_gb(size)}" for path, size, _, _ in parts)
-        title = f"disk: {_gb(needed)} more needed ({what}; {how}), {_gb(free)} free"
+        what = ", ".join(f"{path} {gb(size)}" for path, size, _, _ in parts)
+        title = f"disk: {gb(needed)} more needed ({what}; {how}), {gb(free)} free"
         if needed > free:
             others = " or ".join(setting for _, size, setting, _ in parts if size)
-            return _problem(f"{title}: free {_gb(needed - free)}, or set {others} to a folder on another disk")
-        return _note(f"{title}: little more than that") if needed > 0.9 * free else _ok(title)
-
-    def _measured(self) -> tuple[Estimate, str]:
-        """Estimates from prompts that are tokenized here, or from the pack's averages where that cannot be."""
-        if self.pack.vision_dim:
-            return estimate(self.settings, _ANY), "for samples of average length"
-        texts, samples = self._prompts()
-        models = materials.ids(self.settings, role=("teacher", "student", "tokenizer"))
-        if not (texts and self.teacher and self.student and all(map(self.places.get, models))):
-            return estimate(self.settings, _ANY, samples), "for prompts of average length"
-        others = [text for _, text in probe.prompts()]
-        share = len(others) / (samples or self.estimate.samples)
-        size = (1 - share) * self._sample_bytes(texts) + share * self._sample_bytes(others)
-        return estimate(self.settings, _ANY, samples, size), f"from {len(texts):,} of the prompts"
-
-    def _sample_bytes(self, texts: list[str]) -> float:
-        """Bytes of an average sample of these texts in a shard."""
-        shape, template = self.settings.adapter, self.pack.template
-        tokenizer = tokenization.student_tokenizer(self.student.path, self.places.get("tokenizer"))
-        prompted = ["".join(template.around(text)) for text in texts]
-        rows = [self.teacher.rows or len(ids) for ids in self.teacher.tokenize(prompted, shape.queries)]
-        read = [len(ids) for ids in tokenizer.encode(texts, template)]
-        # A slot is an int32 beside its row; a sample has two offsets and an id of 16 digits.
-        of_row = 2 * shape.teacher_dim + (4 if shape.vocabulary else 0)
-        return (of_row * sum(rows) + 2 * shape.student_dim * sum(read)) / len(texts) + 36
-
-    def _prompts(self) -> tuple[list[str], float | None]:
-        """Some prompts as the run will have them, and how many samples there are at most, if that is known."""
-        made = {split: self.folder / "corpus" / f"{split}.jsonl" for split in self.pack.splits}
-        if all(file.exists() for file in made.values()):  # in order of hashes, so that the first are as good as any
-            texts = [sample.text for sample in islice(corpus_files.read(made["train"]), _SAMPLED)]
-            return texts, sum(1 for file in made.values() for _ in corpus_files.read(file))
-        options = self.settings.corpus
-        texts, whole = [], True
-        for rows in self._sources():
-            read = [row for row in islice(rows, _READ) if row is not None]
-            whole = whole and len(read) < _READ
-            texts += read
-        known = all(self.places.get(f"prompts-{preset}") for preset in options.presets if preset != "demo")
-        clean = for_engine if options.clean == "engine" and not options.train_file else collapse
-        texts = [text for text in map(clean, texts) if options.min_chars <= len(text) <= options.max_chars]
-        picked = random.Random(options.seed).sample(texts, min(_SAMPLED, len(texts)))
-        picked += [""] * round(options.empty_fraction * len(picked))
-        if not (whole and known and texts):
-            return picked, None
-        share, wanted = options.val_fraction, (options.n_train, options.n_val)
-        probes = self.settings.samples("probe")
-        if options.train_file:
-            return picked, len(texts) + probes
-        count = sum(min(n, part * len(texts)) for n, part in zip(wanted, (1 - share, share), strict=True))
-        return picked, count * (1 + options.empty_fraction) + probes
-
-    def _sources(self) -> Iterator[Iterator[str | None]]:
-        """The texts of every source that is here."""
-        options = self.settings.corpus
-        if "demo" in options.presets:
-            yield iter(demo_prompts.prompts(min(_READ - 1, corpus.demo_count(options)), options.seed))
-        prompts = [self.places.get(f"prompts-{preset}") for preset in options.presets]
-        for file in [*filter(None, prompts), *(file for file in self._files() if Path(file).is_file())]:
-            yield (row.text for row in prompt_sources.read(file))
+            return problem(f"{title}: free {gb(needed - free)}, or set {others} to a folder on another disk")
+        return note(f"{title}: little more than that") if needed > 0.9 * free else ok(title)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def hours(self) -> Iterator[Check]:
+        """How long precompute and training will take."""
         stages = {stage["name"]: stage for stage in status.read(self.folder)["stages"]}
         files = [file for place in self.places.values() if place for file in _all_files(place)]
         disk = _disk_rate(max(files, key=lambda file: file.stat().st_size)) if files else None
@@ -353,7 +243,7 @@ class _Doctor:
             hours[name] = _hours(whole * left)
         rates += [f"{tflops:.3g} Tflop/s on {device}" for device, tflops in speed.items()]
         measured = ", ".join(rates)
-        yield _ok(f"time left: precompute {hours['precompute']}, training {hours['train']} ({measured})")
+        yield ok(f"time left: precompute {hours['precompute']}, training {hours['train']} ({measured})")
 
 
 def _driver() -> str | None:
@@ -399,7 +289,8 @@ def _all_files(place: Path) -> list[Path]:
     return [path for path in place.rglob("*") if path.is_file()] if place.is_dir() else [place]
 
 
-def _gb(count: float) -> str:
+def gb(count: float) -> str:
+    """Bytes in GB."""
     return f"{count / GB:.3g} GB"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainer import packs
 from trainer.config import Settings
+from trainer.packs.base import LoraPack
 
 GB = 1e9
 # Of a training step, bytes that autograd keeps for a slot of width 1 in one block (counted on a run in bf16).
@@ -68,6 +69,10 @@ def _rows(settings: Settings) -> int:
 
 def estimate(settings: Settings, machine: Machine, samples: float | None = None, size: float | None = None) -> Estimate:
     """Estimate a run; `samples` and their average `size` in bytes where they are known."""
+    if isinstance(packs.get(settings.pack), LoraPack):
+        from trainer.lora import estimates as of_loras
+
+        return of_loras.estimate(settings, machine, samples, size)
     pack, shape, train = packs.get(settings.pack), settings.adapter, settings.train
     work, width = pack.work, shape.width
     prompts = samples or sum(map(settings.samples, pack.splits))

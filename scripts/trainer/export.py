@@ -76,8 +76,14 @@ def keys(
     return {key: value for key, value in values.items() if value is not None}
 
 
-def write(path: Path, names: Iterable[str], tensor: Callable[[str], torch.Tensor], values: dict[str, Any]) -> None:
-    """Write a GGUF v3 file (architecture `pig`) whole, after reading it back and comparing every tensor.
+def write(
+    path: Path,
+    names: Iterable[str],
+    tensor: Callable[[str], torch.Tensor],
+    values: dict[str, Any],
+    arch: str = "pig",
+) -> None:
+    """Write a GGUF v3 file whole, after reading it back and comparing every tensor.
 
     `tensor` gives the tensor of a name. It is asked three times for each, so that no two have to be held at a time: for
     the header, for the data and for the comparison.
@@ -87,7 +93,7 @@ def write(path: Path, names: Iterable[str], tensor: Callable[[str], torch.Tensor
     """
     refuse_anothers(path, values["adapter.run"], "nothing was written")
     with written_whole(path) as aside:
-        writer = gguf.GGUFWriter(aside, arch="pig")
+        writer = gguf.GGUFWriter(aside, arch=arch)
         for key, value in values.items():
             _add(writer, key, value)
         names = list(names)
@@ -178,7 +184,7 @@ def export_best(settings: Settings, materials: list[dict[str, Any]], best: Path,
     """
     tensors, meta = checkpoints.load(best)
     adapter = checkpoints.exported(*checkpoints.unpack(tensors))
-    with _copied(settings, out):
+    with copied(settings, out):
         write_adapter(out, adapter, keys(settings, adapter, meta, materials, "best", snapshot=False))
 
 
@@ -217,20 +223,24 @@ def export_companion(settings: Settings, record: Record, out: Path) -> None:
             )
         return half
 
-    with _copied(settings, out):
+    with copied(settings, out):
         write(out, sorted(holders), tensor, {key: value for key, value in values.items() if value is not None})
 
 
 @contextmanager
-def _copied(settings: Settings, out: Path) -> Iterator[None]:
-    """Write `out` within; it is then copied to `export.copy_to`, where no other run's file may be."""
-    target = Path(settings.export.copy_to).expanduser() / out.name if settings.export.copy_to else None
-    if target:
-        refuse_anothers(target, settings.run, "nothing was written")
+def copied(
+    settings: Settings, *written: Path, refuse: Callable[[Path, str | None, str], None] = refuse_anothers
+) -> Iterator[None]:
+    """Write files within; they are then copied to `export.copy_to`, where no other run's may be (see `refuse`)."""
+    folder = Path(settings.export.copy_to).expanduser() if settings.export.copy_to else None
+    if folder:
+        for path in written:
+            refuse(folder / path.name, settings.run, "nothing was written")
     yield
-    if target:
+    if folder:
         try:
-            with written_whole(target) as aside:
-                shutil.copyfile(out, aside)
+            for path in written:
+                with written_whole(folder / path.name) as aside:
+                    shutil.copyfile(path, aside)
         except OSError as error:
             raise TrainerError(f"export.copy_to cannot be used ({error}): name a folder you can write to") from None

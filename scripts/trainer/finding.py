@@ -305,7 +305,8 @@ class _Search:
         folder = self.folder / self.material.id
         aside = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(aside, ignore_errors=True)
-        importlib.import_module(str(self.material.module)).build(aside)
+        module, _, function = str(self.material.module).partition(":")
+        getattr(importlib.import_module(module), function)(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
         return _absolute(folder)

@@ -11,7 +11,7 @@ Parameters = dict[str, nn.Parameter]
 
 
 def pack(optimizer: Optimizer, parameters: Parameters) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors, as `optimizer.<parameter>/<name>`, and JSON-able values: of parameters, and of groups.
+    """Tensors, as `optimizer.<parameter>/<name>`, and JSON-able values of parameters and, unless usual, of groups.
 
     Parameters that have never had a gradient have no state.
     """
@@ -22,7 +22,11 @@ def pack(optimizer: Optimizer, parameters: Parameters) -> tuple[Tensors, dict[st
                 tensors[f"optimizer.{parameter_name}/{name}"] = value
             else:
                 values.setdefault(parameter_name, {})[name] = value
-    groups = [{name: it for name, it in group.items() if name != "params"} for group in optimizer.param_groups]
+    usual = optimizer.defaults
+    groups = [
+        {name: it for name, it in group.items() if name != "params" and it != usual.get(name)}
+        for group in optimizer.param_groups
+    ]
     return tensors, {"state": values, "groups": groups}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -24,6 +24,8 @@ from torch import Tensor
 from trainer import devices
 from trainer.config import Train
 from trainer.errors import TrainerError
+
+_Value = TypeVar("_Value")
 
 # Others wait for the leader while it validates.
 _PATIENCE = timedelta(hours=2)
@@ -67,12 +69,12 @@ class Together:
         with _neighbours():
             return broadcast(torch.tensor(values)).tolist()
 
-    def gathered(self, words: list[str]) -> list[str]:
-        """The words of all processes."""
+    def gathered(self, values: list[_Value]) -> list[_Value]:
+        """The values of all processes."""
         if self.size == 1:
-            return words
+            return values
         with _neighbours():
-            return gather_object(words)
+            return gather_object(values)
 
 
 def rank(size: int) -> int:

@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer import packs
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.files import sha256
+from trainer.packs.base import LoraPack
 
 
 def refusal(settings: Settings) -> str | None:
@@ -28,7 +30,7 @@ def refusal(settings: Settings) -> str | None:
 
 
 def publish(settings: Settings, card: Path) -> str:
-    """Upload the adapter, its card as README.md, and the companion if there is one, as one commit; gives its address.
+    """Upload the exported files, their card as README.md and a companion as one commit; gives its address.
 
     A repository that is not there is made, a private one. What the repository has already is not sent again, and where
     nothing is new no commit is made.
@@ -42,7 +44,7 @@ def publish(settings: Settings, card: Path) -> str:
 
     if reason := refusal(settings):
         raise TrainerError(reason)
-    repository, files = str(settings.publish.repository), [Path(settings.exported)]
+    repository, files = str(settings.publish.repository), [Path(file) for file in settings.exports]
     files += [Path(settings.companion)] if settings.companion else []
     _check(settings, files, card)
     disable_progress_bars()
@@ -61,12 +63,17 @@ def publish(settings: Settings, card: Path) -> str:
 
 def _check(settings: Settings, files: list[Path], card: Path) -> None:
     from trainer import export
+    from trainer.lora import files as lora_files
 
+    is_lora = isinstance(packs.get(settings.pack), LoraPack)
     for file in files:
-        export.refuse_anothers(file, settings.run, "nothing was uploaded")
+        if not is_lora:
+            export.refuse_anothers(file, settings.run, "nothing was uploaded")
+        elif file.suffix == LoraPack.suffix:
+            lora_files.refuse_anothers(file, str(settings.run))
     if sha256(files[0]) not in card.read_text(encoding="utf-8"):
         raise TrainerError(f"{card} tells of another file than {files[0]}: nothing was uploaded; delete the card")
-    if export.read_keys(files[0]).get("adapter.teacher") == "synthetic":
+    if not is_lora and export.read_keys(files[0]).get("adapter.teacher") == "synthetic":
         raise TrainerError(f"{files[0]} was trained on a synthetic teacher, and is of no use: nothing was uploaded")
 
 

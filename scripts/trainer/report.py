@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from trainer import __version__, contact_sheet, results
 from trainer.config import Settings
 from trainer.files import read_json, sha256, write_text
-from trainer.packs.base import Metric
+from trainer.packs.base import LoraPack, Metric
 
 # Charts are drawn in these colours, which the page's style sheet then owns: one SVG for light and dark.
 COLOURS = {
@@ -53,39 +53,21 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
     """
     run_folder = Path(run_folder)
     result = results.read(run_folder, settings)
-    pack, gguf, evaluation, corpus, shards = result.pack, result.gguf, result.evaluation, result.corpus, result.shards
     metrics = read_metrics(run_folder / "metrics.csv")
     snakemake = f"snakemake --profile packs/{settings.pack}"
     run_option = "" if settings.run == settings.pack else f"run={shlex.quote(str(settings.run))}"
-    page = results.environment(autoescape=True).get_template("report.html.j2")
+    template, more = (_of_lora if isinstance(result.pack, LoraPack) else _of_adapter)(run_folder, result, metrics)
+    page = results.environment(autoescape=True).get_template(template)
     text = page.render(
         settings=settings,
-        pack=pack,
-        evaluation=evaluation,
-        figure=result.figure,
-        probes=result.probes,
-        gains=result.figures,
-        gguf={
-            "path": str(gguf.resolve()),
-            "python": repr(str(gguf.resolve())),
-            "bytes": gguf.stat().st_size if gguf.exists() else None,
-            "sha256": sha256(gguf) if gguf.exists() else None,
-        },
-        command=result.command(absolute=True),
-        reference=result.reference(absolute=True),
+        pack=result.pack,
+        evaluation=result.evaluation,
+        files=[_file(Path(file)) for file in settings.exports],
         materials=result.materials,
-        corpus=corpus,
-        shards=shards,
-        splits=[split for split in pack.splits if split in shards],
-        charts=charts(metrics, evaluation["metrics"].get("baseline_cos"), pack.metric),
-        sheet=contact_sheet.samples(run_folder / "corpus"),
-        worst=[
-            row | {"images": contact_sheet.thumbnails(run_folder / "corpus", row.get("images", []))}
-            for row in evaluation["worst"]
-        ],
-        histogram=length_histogram(corpus.get("length_histogram") or {}),
+        corpus=result.corpus,
+        shards=result.shards,
+        splits=[split for split in result.pack.splits if split in result.shards],
         when=_when(metrics["time"]),
-        quality=steps_and_quality(run_folder, evaluation, gguf, pack.metric),
         stages=stage_costs(run_folder / "benchmarks"),
         options=_options(settings),
         versions=_versions(),
@@ -93,8 +75,54 @@ def write_report(run_folder: Path, settings: Settings, out: Path) -> None:
         snapshot=" ".join(
             [snakemake, "--nolock snapshot --config", *filter(None, [run_option]), "'snapshot={at: STEP}'"]
         ),
+        **more,
     )
     write_text(out, text)
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """An exported file; its size and digest are null where it is gone."""
+    there = path.exists()
+    return {
+        "path": str(path.resolve()),
+        "python": repr(str(path.resolve())),
+        "bytes": path.stat().st_size if there else None,
+        "sha256": sha256(path) if there else None,
+    }
+
+
+def _of_adapter(run_folder: Path, result: results.Result, metrics: dict[str, np.ndarray]) -> tuple[str, dict[str, Any]]:
+    evaluation, metric = result.evaluation, result.pack.metric
+    return "report.html.j2", {
+        "figure": result.figure,
+        "probes": result.probes,
+        "gains": result.figures,
+        "gguf": _file(result.exported),
+        "command": result.command(absolute=True),
+        "reference": result.reference(absolute=True),
+        "charts": charts(metrics, evaluation["metrics"].get("baseline_cos"), metric),
+        "sheet": contact_sheet.samples(run_folder / "corpus"),
+        "worst": [
+            row | {"images": contact_sheet.thumbnails(run_folder / "corpus", row.get("images", []))}
+            for row in evaluation["worst"]
+        ],
+        "histogram": length_histogram(result.corpus.get("length_histogram") or {}),
+        "quality": steps_and_quality(run_folder, evaluation, result.exported, metric),
+    }
+
+
+def _of_lora(run_folder: Path, result: results.Result, metrics: dict[str, np.ndarray]) -> tuple[str, dict[str, Any]]:
+    shots = result.evaluation["pictures"]["shots"]
+    return "lora_report.html.j2", {
+        "charts": charts(metrics, None, None),
+        "bands": [name.rpartition("_")[2] for name in result.evaluation["metrics"] if name.startswith("val_loss_")],
+        "grid": contact_sheet.thumbnail(run_folder / "eval" / result.evaluation["pictures"]["grid"], side=2048),
+        "shots": [
+            shot
+            | {"images": [contact_sheet.thumbnail(run_folder / "eval" / shot[it]) for it in ("base", "lora", "diff")]}
+            for shot in shots
+        ],
+    }
 
 
 # --- what the run's files say ---------------------------------------------------------------------------------------
@@ -114,6 +142,7 @@ def read_metrics(path: Path) -> dict[str, np.ndarray]:
         rows = {number(row["step"]): row for row in csv.DictReader(file)}
     steps = sorted(step for step in rows if math.isfinite(step))
     names = ("step", "time", "loss", "mse", "cos", "lr", "prompts_per_s", "val_cos", "val_rel_mse")
+    names += ("val_loss", "pictures_per_s")
     return {name: np.array([number(rows[step].get(name)) for step in steps]) for name in names}
 
 
@@ -228,8 +257,8 @@ def _when(times: np.ndarray) -> tuple[str, str] | None:
 # --- charts ---------------------------------------------------------------------------------------------------------
 
 
-def charts(metrics: dict[str, np.ndarray], baseline: float | None, metric: Metric) -> list[dict[str, Any]]:
-    """The curves of a training, as inline SVG; a curve with no measured value is left out."""
+def charts(metrics: dict[str, np.ndarray], baseline: float | None, metric: Metric | None) -> list[dict[str, Any]]:
+    """The curves of a training, as inline SVG; a curve with no measured value is left out. `metric`: of an adapter."""
     drawn = []
     step, smooth = metrics["step"], _binned(metrics)
 
@@ -238,14 +267,16 @@ def charts(metrics: dict[str, np.ndarray], baseline: float | None, metric: Metri
 
     if np.isfinite(smooth["loss"]).any():
         figure, axes = _axes()
-        for column, colour in (("loss", "train"), ("mse", "val")):
+        second = "mse" if metric else "val_loss"
+        for column, colour in (("loss", "train"), (second, "val")):
             _line(axes, smooth["step"], smooth[column], colour, column)
-        positive = np.concatenate([smooth["loss"], smooth["mse"]])
+        positive = np.concatenate([smooth["loss"], smooth[second]])
         positive = positive[np.isfinite(positive)]
         if positive.min() > 0 and positive.max() > 8 * positive.min():
             axes.set_yscale("log")
         _legend(axes)
-        add("loss", "Loss", "on training prompts; mse is its squared-error part", figure)
+        note = "on training prompts; mse is its squared-error part"
+        add("loss", "Loss", note if metric else "at drawn levels of noise; val_loss at fixed ones", figure)
     if np.isfinite(smooth["cos"]).any() or np.isfinite(metrics["val_cos"]).any():
         figure, axes = _axes()
         _line(axes, smooth["step"], smooth["cos"], "train", "train")
@@ -262,11 +293,12 @@ def charts(metrics: dict[str, np.ndarray], baseline: float | None, metric: Metri
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3), useMathText=True)
         add("lr", "Learning rate", "linear warm-up, then constant, then down to 0", figure)
-    if np.isfinite(smooth["prompts_per_s"]).any():
+    unit = "prompts" if metric else "pictures"
+    if np.isfinite(smooth[f"{unit}_per_s"]).any():
         figure, axes = _axes()
-        _line(axes, smooth["step"], smooth["prompts_per_s"], "train", "prompts/s")
+        _line(axes, smooth["step"], smooth[f"{unit}_per_s"], "train", f"{unit}/s")
         axes.set_ylim(bottom=0)
-        add("speed", "Speed", "training prompts a second", figure)
+        add("speed", "Speed", f"training {unit} a second", figure)
     return drawn
 
 

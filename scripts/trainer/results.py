@@ -50,7 +50,7 @@ class Result:
     materials: list[dict[str, Any]]
 
     @property
-    def gguf(self) -> Path:
+    def exported(self) -> Path:
         """The exported file."""
         return Path(self.settings.exported)
 

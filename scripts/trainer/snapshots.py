@@ -13,11 +13,12 @@ from trainer.errors import TrainerError
 from trainer.files import read_json, write_json
 from trainer.job import log
 from trainer.packs import get as get_pack
+from trainer.packs.base import LoraPack
 from trainer.shard_index import listed, trained_on
 
 
 def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str, Sample]) -> Path:
-    """Write `<name>-step<N>-f16.gguf` for `snapshot.at` and list it; gives the file.
+    """Write `<name>-step<N>-f16.gguf`, or the files of a LoRA, for `snapshot.at` and list it; gives the file.
 
     Raises:
         TrainerError: there is no such checkpoint; it says which there are.
@@ -25,8 +26,43 @@ def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str,
     run = Path(settings.folder)
     training = "train" in control.running(run)
     path, checkpoint = _find(run, settings.snapshot.at, training)
+    if isinstance(get_pack(settings.pack), LoraPack):
+        out, entry = _lora(settings, materials, path, checkpoint)
+    else:
+        out, entry = _adapter(settings, materials, path, checkpoint, samples, training)
+    _list(run, out, entry | {"name": settings.export.name, "while_training": training})
+    return out
+
+
+def _lora(
+    settings: Settings, materials: list[dict[str, Any]], path: Path, checkpoint: str
+) -> tuple[Path, dict[str, Any]]:
+    """The files; pictures are made of the run's own alone, since they take the whole base."""
+    from trainer.lora import export as lora_export
+    from trainer.lora import files
+
+    meta = checkpoints.read_meta(path)
+    _check_shards(Path(settings.folder), meta)
+    checkpoint = "best" if checkpoint == "best" else f"step{meta['step']}"
+    lora, about = lora_export.read(settings, materials, path, checkpoint)
+    out = Path(settings.export.dir) / f"{settings.export.name}-step{meta['step']}{LoraPack.suffix}"
+    files.write_all(out, lora, about)
+    log.info("wrote %s", out)
+    figures = {"val_loss": (meta.get("val") or {}).get("loss"), "best_val_loss": meta["best_loss"], "eval": None}
+    return out, _entry(meta, checkpoint) | figures
+
+
+def _adapter(
+    settings: Settings,
+    materials: list[dict[str, Any]],
+    path: Path,
+    checkpoint: str,
+    samples: dict[str, Sample],
+    training: bool,
+) -> tuple[Path, dict[str, Any]]:
+    run = Path(settings.folder)
     tensors, meta = checkpoints.load(path)
-    _check_shards(run, settings, meta)
+    _check_teacher(settings, _check_shards(run, meta))
     if "mean_row" in tensors:  # a kept step: the tensors of the file
         mean = tensors.pop("mean_row")
     else:  # a state or best checkpoint
@@ -45,22 +81,31 @@ def take(settings: Settings, materials: list[dict[str, Any]], samples: dict[str,
         shards = listed(run, read_json(run / "shards.json"), "val")
         scores = evaluation.evaluate(settings, out, mean, None, shards, samples)["metrics"]
         log.info("val cosine %.4f", scores[get_pack(settings.pack).metric])
-    _list(run, settings, out, meta, values, training, scores)
-    return out
+    figures = {"val_cos": values.get("adapter.val_cos"), "best_val_cos": meta["best_cos"], "eval": scores}
+    return out, _entry(meta, values["adapter.checkpoint"]) | figures
 
 
-def _check_shards(run: Path, settings: Settings, meta: dict[str, Any]) -> None:
-    """The settings and records that the file's keys are taken from must be those the checkpoint was trained with."""
+def _entry(meta: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    step = meta["step"]
+    return {"id": f"step{step}", "step": step, "planned_steps": meta["steps"], "checkpoint": checkpoint}
+
+
+def _check_shards(run: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """The records that the file's keys are taken from must be those that the checkpoint was trained with."""
     index = read_json(run / "shards.json")
     if meta["made_from"]["shards"] != trained_on(index):
         raise TrainerError(f"the shards of {run} changed after step {meta['step']} was trained: run training first")
+    return index
+
+
+def _check_teacher(settings: Settings, index: dict[str, Any]) -> None:
     trained, asked = (
         "synthetic" if it else "real" for it in (index["synthetic"], settings.precompute.teacher == "synthetic")
     )
     if trained != asked:
         raise TrainerError(
-            f"{run} was trained on a {trained} teacher, and precompute.teacher is {asked!r}: nothing was written; set "
-            f"precompute.teacher to {trained!r}"
+            f"{settings.folder} was trained on a {trained} teacher, and precompute.teacher is {asked!r}: nothing was "
+            f"written; set precompute.teacher to {trained!r}"
         )
 
 
@@ -85,29 +130,8 @@ def _find(run: Path, at: str, training: bool) -> tuple[Path, str]:
     raise TrainerError(f"{run} has no checkpoint of step {at}; kept steps are {', '.join(steps) or 'none'}")
 
 
-def _list(
-    run: Path,
-    settings: Settings,
-    out: Path,
-    meta: dict[str, Any],
-    values: dict[str, Any],
-    training: bool,
-    scores: dict[str, float] | None,
-) -> None:
-    entry = {
-        "id": f"step{meta['step']}",
-        "step": meta["step"],
-        "planned_steps": meta["steps"],
-        "checkpoint": values["adapter.checkpoint"],
-        "val_cos": values.get("adapter.val_cos"),
-        "best_val_cos": meta["best_cos"],
-        "path": str(out),
-        "name": settings.export.name,
-        "size": out.stat().st_size,
-        "time": round(time.time(), 1),
-        "while_training": training,
-        "eval": scores,
-    }
+def _list(run: Path, out: Path, entry: dict[str, Any]) -> None:
+    entry |= {"path": str(out), "size": out.stat().st_size, "time": round(time.time(), 1)}
     path = run / "snapshots.json"
     with FileLock(control.folder(run) / "snapshots.lock"):
         entries = read_json(path)["snapshots"] if path.exists() else []

@@ -12,7 +12,8 @@
     jobs       that run or were killed: name; stage; pid; host; alive (null on another host, false after an hour without
                progress there); started; updated; what, done, total, unit and rate as the job tells them; eta_s of what
                it is at
-    metrics    train and val: the newest row of each in training, val with `best_cos`; evaluation: of the exported file
+    metrics    train and val: the newest row of each in training, val with `best_cos` or, of a LoRA, `best_loss`;
+               evaluation: of the exported file
     disk       used_bytes of the run and its exported files, needed_bytes, free_bytes where the run is
     problems   jobs whose last try did not succeed: job; stage; time; kind (error, bug, killed, stopped); message
     notes      what could not be read, in words
@@ -53,8 +54,6 @@ STAGE_OF = {
     "companion": "export",
     "card": "report",
 }
-_TRAIN = ("loss", "mse", "cos", "lr", "grad_norm", "prompts_per_s")
-_VAL = ("val_cos", "val_rel_mse")
 _SILENCE = 3600.0
 _LINE = re.compile(r"^\d\d:\d\d:\d\d  (.*)$", re.MULTILINE)
 
@@ -144,7 +143,7 @@ class _Run:
     def samples(self) -> dict[str, int]:
         """How many samples each split of the corpus has; {} while there is none."""
         counts = {split: dict(self._json("corpus.json").get(split) or {}).values() for split in self.splits}
-        found = {split: sum(int(number(count) or 0) for count in listed) for split, listed in counts.items()}
+        found = {split: sum(it for it in listed if type(it) is int) for split, listed in counts.items()}
         return found if any(found.values()) else {}
 
     # -- stages --------------------------------------------------------------------------------------------------------
@@ -352,12 +351,16 @@ class _Run:
     def metrics(self) -> Values:
         """The newest figures."""
         rows = self.rows()
-        best = number(_meta(self.folder / "checkpoints" / "state.safetensors").get("best_cos"))
-        val = _newest(rows, _VAL)
+        names = [name for name in dict.fromkeys(it for row in rows for it in row) if name not in ("step", "time")]
+        of_val = [name for name in names if name.startswith("val_")]
+        val = _newest(rows, of_val)
         if val:
-            val["best_cos"] = max((it for it in (best, val["val_cos"]) if it is not None), default=None)
+            best = of_val[0].replace("val_", "best_")
+            known = number(_meta(self.folder / "checkpoints" / "state.safetensors").get(best))
+            better = min if best == "best_loss" else max
+            val[best] = better((it for it in (known, val[of_val[0]]) if it is not None), default=None)
         return {
-            "train": _newest(rows, _TRAIN),
+            "train": _newest(rows, [name for name in names if name not in of_val]),
             "val": val,
             "evaluation": {k: number(v) for k, v in self._json("eval.json").get("metrics", {}).items()} or None,
         }
@@ -460,7 +463,7 @@ def _ending(log: Path) -> tuple[str, str] | None:
 def _newest(rows: list[Values], columns: Iterable[str]) -> Values | None:
     """Step, time and these columns of the row with the largest step that has the first of them."""
     columns = tuple(columns)
-    known = [row for row in rows if row.get(columns[0]) and str(row.get("step", "")).isdigit()]
+    known = [row for row in rows if columns and row.get(columns[0]) and str(row.get("step", "")).isdigit()]
     if not known:
         return None
     row = max(known, key=lambda row: int(row["step"]))

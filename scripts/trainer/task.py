@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer import recipe
 from trainer.checkpoints import Tensors
 from trainer.config import Settings
 
@@ -46,7 +45,7 @@ class Task(ABC):
 
     unit: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]
-    val_columns: ClassVar[dict[str, str]]
+    val_columns: dict[str, str]
     higher_is_better: ClassVar[bool]
     checks_every_step: ClassVar[bool] = False
 
@@ -57,10 +56,6 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.options, self.device = settings, settings.train, device
-
-    def learning_rate(self, step: int, steps: int) -> float:
-        """The rate of 0-based `step` of so many planned."""
-        return recipe.learning_rate(step, steps, self.options)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -95,8 +90,8 @@ class Task(ABC):
             TrainerError: that is not possible.
         """
 
-    def culprits(self, batch: Any) -> list[str]:
-        """Of the last batch, whose gradient was not finite, the samples that it came from, for people."""
+    def suspects(self, batch: Any) -> list[tuple[str, str]]:
+        """Samples of the last batch, whose gradient was not finite: what they are called, and what is wrong or ''."""
         return []
 
     # -- validation and checkpoints ------------------------------------------------------------------------------------

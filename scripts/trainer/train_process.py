@@ -6,11 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trainer import config, processes, training
+from trainer import config, packs, processes, training
 from trainer.adapter_task import AdapterTask
+from trainer.config import Settings
 from trainer.control import Requests, only_one
+from trainer.errors import StoppedError
 from trainer.job import job
+from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
+from trainer.task import Task
 
 
 def run(assignment: dict[str, Any]) -> None:
@@ -23,12 +27,23 @@ def run(assignment: dict[str, Any]) -> None:
             if leader:
                 leading.enter_context(put_back(requests))
                 leading.enter_context(only_one(run, "train"))
+                if requests.stop():  # before anything large is loaded
+                    raise StoppedError("stopped as asked before training began; the same command starts it")
 
             def plan(steps: int) -> int:
                 """The planned steps as the user's files say now."""
                 return config.read_steps(assignment["configfiles"], assignment["overrides"], steps)
 
-            training.train(settings, AdapterTask, plan, requests, Path(assignment["output"]))
+            training.train(settings, _task(settings), plan, requests, Path(assignment["output"]))
+
+
+def _task(settings: Settings) -> type[Task]:
+    """What the pack of a run trains."""
+    if isinstance(packs.get(settings.pack), LoraPack):
+        from trainer.lora.task import LoraTask  # takes packages that adapters do without
+
+        return LoraTask
+    return AdapterTask
 
 
 if __name__ == "__main__":

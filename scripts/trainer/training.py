@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer import checkpoints, optimizer_state
+from trainer import checkpoints, optimizer_state, recipe
 from trainer.config import Settings, write_stage_settings
 from trainer.control import Requests
 from trainer.errors import StoppedError, TrainerError
@@ -275,7 +275,7 @@ class Trainer:
 
     def _step(self, batch: Any, size: int) -> dict[str, float | torch.Tensor]:
         """A step of the optimizer on (this process's share of) a batch; gives its figures."""
-        task, rate = self.task, self.task.learning_rate(self.step, self.steps)
+        task, rate = self.task, recipe.learning_rate(self.step, self.steps, self.options)
         for group in task.optimizer.param_groups:
             group["lr"] = rate
         sums = self._gradients(batch, size)
@@ -317,13 +317,16 @@ class Trainer:
         """Raises TrainerError if a gradient was not finite, that of this batch if there is one; nothing was written."""
         if self.finite:
             return
-        culprits = [] if batch is None else self.together.gathered(self.task.culprits(batch))
+        if batch is None:
+            raise TrainerError(
+                f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
+                "untouched: lower train.lr, or look at the shards' statistics in the report"
+            )
+        suspects = self.together.gathered(self.task.suspects(batch))
+        named = [f"{name}: {wrong}" for name, wrong in suspects if wrong] or [name for name, _ in suspects]
         raise TrainerError(
-            f"a gradient was not finite in the last steps before {self.step + 1}; the state saved before is "
-            "untouched: lower train.lr, or look at the shards' statistics in the report"
-            if batch is None
-            else f"the loss or its gradient was not finite in step {self.step + 1} ({'; '.join(culprits)}); the state "
-            f"saved before is untouched: look at these {self.task.unit}, or lower train.lr"
+            f"the loss or its gradient was not finite in step {self.step + 1} ({'; '.join(named)}); the state saved "
+            f"before is untouched: look at these {self.task.unit}, or lower train.lr"
         )
 
 

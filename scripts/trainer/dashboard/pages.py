@@ -17,6 +17,7 @@ from trainer.dashboard.actions import Actions
 from trainer.dashboard.readings import Hardware, Recent, Runs, Series, tail
 from trainer.errors import TrainerError
 from trainer.job import duration
+from trainer.packs.base import LoraPack
 
 HERE = Path(__file__).parent
 EVERY = 3.0
@@ -115,10 +116,10 @@ class _RunPage:
             self.figures = {figure: _tile(figure) for figure in names}
         with _section("Curves"), ui.element("div").classes("charts"):
             self.charts = [
-                _Chart("Loss", {"loss": "loss", "mse": "mse"}),
+                _Chart("Loss", {"loss": "loss", "mse": "mse", "val_loss": "val"}),
                 _Chart("Cosine to the teacher", {"cos": "train", "val_cos": "val"}),
                 _Chart("Learning rate", {"lr": "learning rate"}, zero=True),
-                _Chart("Prompts a second", {"prompts_per_s": "prompts/s"}, zero=True),
+                _Chart("Prompts a second", {"prompts_per_s": "prompts/s", "pictures_per_s": "pictures/s"}, zero=True),
             ]
         with _section("This machine").classes("machine"):
             ui.label(socket.gethostname()).classes("soft small")
@@ -321,7 +322,10 @@ def _figures(now: Values) -> dict[str, str]:
         "loss": _number(train.get("loss")),
         "cosine": _cosine(train.get("cos")),
         "learning rate": _number(train.get("lr")),
-        "speed": UNKNOWN if train.get("prompts_per_s") is None else f"{train['prompts_per_s']:,.0f} prompts/s",
+        "speed": next(
+            (f"{rate:,.0f} {unit}/s" for unit in ("prompts", "pictures") if (rate := train.get(f"{unit}_per_s"))),
+            UNKNOWN,
+        ),
         "val cosine": _cosine(val.get("val_cos")),
         "best val cosine": _cosine(val.get("best_cos")),
         "exported file": _cosine(_exported(now)),
@@ -329,9 +333,9 @@ def _figures(now: Values) -> dict[str, str]:
 
 
 def _exported(now: Values) -> float | None:
-    """The pack's figure of the exported file."""
-    evaluation = now["metrics"]["evaluation"] or {}
-    return evaluation.get(packs.get(now["pack"]).metric if now["pack"] else "cos")
+    """The figure of the exported file of an adapter."""
+    evaluation, pack = now["metrics"]["evaluation"] or {}, packs.get(now["pack"]) if now["pack"] else None
+    return None if isinstance(pack, LoraPack) else evaluation.get(pack.metric if pack else "cos")
 
 
 def _machine(found: Values) -> list[Values]:

