@@ -5,8 +5,8 @@
 
 Training has the pack's rows, width and batches of 16, half of its blocks and a few steps, with a state written in
 between; its shards hold random rows of the pack's average lengths, give or take half. Precompute fills a block of two
-shards from a random teacher of the pack's width and a few layers, streamed where it is more than two of its parts, and a
-random student. The demo runs as it is, but for fewer steps and prompts. Each is a process of its own;
+shards from a random teacher of the pack's width and a few layers, streamed where it is more than two of its parts, and
+a random student. The demo runs as it is, but for fewer steps and prompts. Each is a process of its own;
 measured is the largest resident set of it (VmHWM).
 """
 
