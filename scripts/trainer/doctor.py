@@ -39,15 +39,13 @@ from trainer import (
 )
 from trainer.config import Settings
 from trainer.errors import TrainerError
-from trainer.estimates import GB, Estimate, Machine, estimate
+from trainer.estimates import GB, WEIGHTS, Estimate, Machine, estimate, precompute_memory
 from trainer.packs.base import Material
 from trainer.prompt_cleaning import collapse, for_engine
 from trainer.teachers.synthetic import Synthetic
 
 _SAMPLED = 2000  # prompts that are tokenized
 _READ = 200_000  # prompts that are read of a file
-# Of the memory a job may use, what weights get (see `trainer.streaming`).
-_WEIGHTS = 0.75
 _ANY = Machine("any", 1, 1)  # where no time is wanted
 
 
@@ -201,9 +199,12 @@ class _Doctor:
         gigabytes = sum(material.gigabytes for material in self.pack.materials if material.role == "teacher")
         largest = max(sizes) if sizes else int(self.pack.work.teacher_part * wider * GB)
         whole = sum(sizes) if sizes else int(gigabytes * wider * GB)
-        room = int(_WEIGHTS * budget.device)
-        student = 0
+        room = int(WEIGHTS * budget.device)
+        student = file = int(
+            GB * sum(material.gigabytes for material in self.pack.materials if material.role == "student")
+        )
         if self.student:
+            file = self.student.path.stat().st_size
             each = devices.dtype(self.settings.precompute.student_dtype, device).itemsize
             student = each * sum(int(tensor.n_elements) for tensor in self.student.tensors.values())
         title = f"precompute on {device}: of {_gb(budget.device)} memory, {_gb(room)} are for weights"
@@ -213,23 +214,39 @@ class _Doctor:
             change = "free memory" if on_cpu else "free GPU memory, or set precompute: {device: cpu}"
             return _problem(f"{title}, and {what} takes {_gb(max(largest, student))}; {change}, or raise {more}")
         pinned = 1 << largest.bit_length()  # what torch takes of main memory to copy a part from
-        if not on_cpu and pinned > _WEIGHTS * budget.ram:
-            least = f"{_gb(pinned / _WEIGHTS)} of main memory are needed to copy a part of the teacher"
+        if not on_cpu and pinned > WEIGHTS * budget.ram:
+            least = f"{_gb(pinned / WEIGHTS)} of main memory are needed to copy a part of the teacher"
             return _problem(f"{title}, but {least}, not {_gb(budget.ram)}; free some, or raise precompute.ram_gib")
+        if on_cpu:
+            sizes = {"teacher": whole / GB, "largest": largest / GB, "student": student / GB, "file": file / GB}
+            taken, free = GB * precompute_memory(self.settings, budget.ram / GB, **sizes), devices.free_ram()
+            title = f"{title}; a job takes {_gb(taken)} of {_gb(free)} that are free"
+            if taken > free:
+                return _problem(f"{title}: free some, or lower precompute.ram_gib, shard_size or block_shards")
         if whole > room:
-            faster = f"it is read once a block; {_gb(whole / _WEIGHTS / 0.9)} free would hold it"
+            faster = f"it is read once a block; {_gb(whole / WEIGHTS / 0.9)} free would hold it"
             return _note(f"{title}, and the teacher of {_gb(whole)} is streamed through them: {faster}")
         return _ok(f"{title}, and the teacher's {_gb(whole)} fit")
 
     def _training_memory(self, device: torch.device, budget: devices.Budget) -> Check:
-        needed = estimate(self.settings, _ANY)
-        rows = needed.shuffled if device.type == "cpu" else 0.0
-        title = f"training on {device}: {_gb((needed.training + rows) * GB)} of {_gb(budget.device)} memory"
-        if (needed.weights + rows) * GB > budget.device:
-            least = f"weights, optimizer and the rows that are mixed take {_gb((needed.weights + rows) * GB)}"
-            change = "lower train.shuffle_mb, adapter.width or depth" if rows else "lower adapter.width or depth"
-            return _problem(f"{title}, and {least}; free memory, set train.device, or {change}")
-        if (needed.training + rows) * GB > budget.device:
+        needed = self.estimate.training
+        if device.type == "cpu":
+            title = f"training on {device}: {_gb(needed.cpu * GB)} of {_gb(budget.ram)} main memory"
+            if needed.cpu_least * GB > budget.ram:
+                least = f"{_gb(needed.cpu_least * GB)} of them do not depend on the batch"
+                return _problem(f"{title}, and {least}; free memory, or lower train.shuffle_mb, adapter.width or depth")
+            if needed.cpu * GB > budget.ram:
+                return _problem(f"{title}; free some, or have batches computed in parts: set train.batch_tokens")
+            return _ok(title)
+        main = f"{_gb(needed.beside * GB)} of {_gb(budget.ram)} main memory"
+        title = f"training on {device}: {_gb(needed.gpu * GB)} of {_gb(budget.device)} GPU memory, {main}"
+        fixed = needed.gpu - needed.step + needed.least
+        if fixed * GB > budget.device:
+            least = f"weights and optimizer alone take {_gb(fixed * GB)}"
+            return _problem(f"{title}, and {least}; free memory, set train.device, or lower adapter.width or depth")
+        if needed.beside * GB > budget.ram:
+            return _problem(f"{title}; free some main memory, or lower train.shuffle_mb")
+        if needed.gpu * GB > budget.device:
             return _note(f"{title}: batches are computed in parts; train.batch_tokens sets their size")
         return _ok(title)
 
