@@ -19,7 +19,7 @@ demo: .venv/installed
 	@echo "Report   $(CURDIR)/runs/demo/report.html (open it in a browser)"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@
     python benchmarks/quality.py runs/demo              # after `make demo`; an hour on 2 cores
     python benchmarks/quality.py runs/demo --seeds 1 --steps 600
 
-Both recipes train the same network on the run's shards from the same seeds; the reference at the rate, loss and
-schedule that it has. Seconds are those of training steps, without validations. The reference's are what the plain
+Both recipes train the same network on the run's shards from the same seeds; the reference at the rate, batch size, loss
+and schedule that it has. Seconds are those of training steps, without validations. The reference's are what the plain
 implementation of benchmarks/training.py takes for as many steps, measured in the same run.
 """
 
@@ -29,7 +29,7 @@ from trainer.shards import Shard
 from trainer.training import Trainer
 from training import plain
 
-REFERENCE = {"recipe": "reference", "lr": 2e-4, "warmup": 100, "cos_weight": 0.5}
+REFERENCE = {"recipe": "reference", "lr": 2e-4, "warmup": 1000, "cos_weight": 0.5, "batch_size": 32}
 Curve = list[tuple[int, float, float]]
 
 

@@ -30,7 +30,7 @@ def table(machines: list[Machine]) -> list[str]:
     # The demo is measured, and too small for these rates.
     for name in (name for name in packs.names() if name != "demo" and "adapters" in packs.get(name).kinds):
         made = [estimate(of_pack(name), machine) for machine in machines]
-        memory = f"{_gb(made[0].streamed)} ({_gb(made[0].resident)} not streamed), {_gb(made[0].training)}"
+        memory = f"{_gb(made[0].streamed)} ({_gb(made[0].resident)} not streamed), {_gb(made[0].training.gpu)}"
         times = [f"{_time(it.precompute_hours)} + {_time(it.training_hours)}" for it in made]
         lines.append(f"| {' | '.join([name, memory, _gb(made[0].disk), *times])} |")
     return lines

@@ -13,6 +13,7 @@ from fake_hub import FakeHub
 from trainer import config, devices, doctor, packs, teachers
 from trainer.adapter_needs import AdapterDoctor
 from trainer.errors import TrainerError
+from trainer.estimates import estimate
 from workflow import prompts
 
 Usage = namedtuple("Usage", "total used free")
@@ -181,16 +182,27 @@ def test_a_gpu_is_judged_by_its_own_memory_and_by_what_main_memory_lets_through(
     assert "main memory" in checks[3].text
 
 
-def test_training_that_does_not_fit_is_told_and_one_that_fits_in_parts_noted(tmp_path, models, free, monkeypatch):
-    def training(gigabytes):
-        monkeypatch.setattr(devices, "_free_ram", lambda: int(gigabytes * 1e9 / 0.9))
-        return next(check for check in found(settings()) if check.text.startswith("training on"))
+def test_training_that_does_not_fit_is_told_and_on_a_gpu_one_that_fits_in_parts_noted(free):
+    look = AdapterDoctor(settings(), 0)
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
 
-    assert training(7).level == "ok"
-    assert training(6).level == "note"
-    assert "train.batch_tokens" in training(6).text
-    assert training(4).level == "PROBLEM"
-    assert "train.shuffle_mb" in training(4).text  # on a CPU, weights and rows share the memory
+    def training(device, memory, main):
+        return look._training_memory(device, devices.Budget(int(memory * 1e9), int(main * 1e9)))
+
+    found = [training(gpu, *sizes) for sizes in ((6, 4), (4.5, 4), (3, 4), (6, 2))]
+    assert [check.level for check in found] == ["ok", "note", "PROBLEM", "PROBLEM"]
+    changes = ["", "train.batch_tokens", "adapter.width", "train.shuffle_mb"]
+    assert all(change in check.text for change, check in zip(changes, found, strict=True))
+    found = [training(cpu, size, size) for size in (8, 6.5, 5)]
+    assert [check.level for check in found] == ["ok", "PROBLEM", "PROBLEM"]
+    assert "train.batch_tokens" in found[1].text  # nothing tells that a CPU's memory is used up
+    assert "train.shuffle_mb" in found[2].text
+
+
+def test_parts_of_a_batch_take_less_memory():
+    whole, parts = (estimate(settings(train=train), doctor.ANY).training for train in ({}, {"batch_tokens": 500}))
+    assert parts.cpu < 0.9 * whole.cpu
+    assert parts.least == whole.least
 
 
 def test_more_processes_than_can_train_are_a_problem(free):

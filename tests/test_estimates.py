@@ -1,10 +1,15 @@
 """Estimates: the README's table is what the script computes, and their parts are what can be counted."""
 
+import importlib
+import sys
+from dataclasses import replace
+
 import estimate as script
 import pytest
 import torch
 from trainer import adapters, packs
-from trainer.estimates import Machine, estimate, sample_bytes
+from trainer.batches import Batch
+from trainer.estimates import Machine, estimate, sample_bytes, training_memory
 from workflow import CHECKOUT
 
 
@@ -19,9 +24,52 @@ def test_training_memory_counts_the_parameters_of_the_adapter(name):
     with torch.device("meta"):
         adapter = adapters.fresh(settings.adapter)
     parameters = sum(parameter.numel() for parameter in adapter.parameters())
-    settings.train.batch_size = 0  # no activations
-    weights = estimate(settings, Machine("any", 1, 1)).training - 2
-    assert weights == pytest.approx(16 * parameters / 1e9, rel=0.01)
+    least = training_memory(settings, 1e12, sample_bytes(settings)).least  # all rows of the seed table occur
+    assert least == pytest.approx(16 * parameters / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", packs.names())
+def test_training_memory_counts_what_autograd_keeps_in_a_block(name):
+    settings, work = script.of_pack(name), packs.get(name).work
+    shape, train = settings.adapter, settings.train
+    train.batch_size, shape.width = 2, 128
+    counted, kept = [], []
+    for depth in (1, 2):
+        shape.depth = depth
+        memory = training_memory(settings, 10, 1)
+        counted.append(memory.cpu_step - memory.least)
+        kept.append(_kept(adapters.fresh(shape.model_copy(update={"vocabulary": None})), settings, work) / 1e9)
+    assert counted[1] - counted[0] == pytest.approx(kept[1] - kept[0], rel=0.05)
+
+
+def _kept(adapter, settings, work):
+    """Bytes that the adapter's forward pass keeps for the backward pass, in bf16."""
+    shape, size = settings.adapter, settings.train.batch_size
+    tokens, rows = work.student_tokens, shape.queries or work.student_tokens
+    student, target = torch.randn(size * tokens, shape.student_dim), torch.empty(size * rows, shape.teacher_dim)
+    batch = Batch((tokens,) * size, (rows,) * size, (0,) * size, student, target)
+    if shape.vision_dim:
+        batch = replace(batch, vision=torch.randn(1, shape.vision_dim), vision_at=torch.zeros(1, dtype=torch.int64))
+    weights = {parameter.data_ptr() for parameter in adapter.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        adapter(batch)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the largest resident set is Linux's to tell")
+def test_scaled_training_takes_as_much_memory_as_estimated(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(CHECKOUT / "benchmarks")
+    sizes = {"width": 1024, "depth": 2, "batch": 8, "samples": 24}
+    estimated, measured = importlib.import_module("memory").ratio("training", "mageflow", tmp_path, **sizes)
+    assert estimated == pytest.approx(measured, rel=0.1)
 
 
 def test_a_slower_disk_or_processor_takes_longer_and_twice_the_prompts_twice_the_time():
@@ -49,8 +97,9 @@ def test_the_shards_of_qwen_image_are_no_larger_than_published_ones():
 
 def test_the_rows_that_training_mixes_are_two_windows_of_each_process_or_all_there_are():
     settings = script.of_pack("pixart")
-    machine = Machine("any", 1, 1)
-    assert estimate(settings, machine).shuffled == pytest.approx(2 * 0.512)
+    size = sample_bytes(settings)
+    waiting = 4 * 32 * size / 1e9
+    assert training_memory(settings, 1e6, size).rows == pytest.approx(2 * 0.512 + waiting)
     settings.train.processes = 4
-    assert estimate(settings, machine).shuffled == pytest.approx(4 * 2 * 0.512)
-    assert estimate(settings, machine, samples=10).shuffled == pytest.approx(4 * 10 * sample_bytes(settings) / 1e9)
+    assert training_memory(settings, 1e6, size).rows == pytest.approx(4 * 2 * 0.512 + waiting)
+    assert training_memory(settings, 10, size).rows == pytest.approx(4 * 10 * size / 1e9 + waiting)

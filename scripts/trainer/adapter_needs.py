@@ -21,15 +21,13 @@ from trainer import (
 )
 from trainer.config import Settings
 from trainer.doctor import ANY, Check, Doctor, gb, note, ok, problem
-from trainer.estimates import GB, Estimate, estimate
+from trainer.estimates import GB, WEIGHTS, Estimate, estimate, precompute_memory
 from trainer.packs.base import Material
 from trainer.prompt_cleaning import collapse, for_engine
 from trainer.teachers.synthetic import Synthetic
 
 _SAMPLED = 2000  # prompts that are tokenized
 _READ = 200_000  # prompts that are read of a file
-# Of the memory a job may use, what weights get (see `trainer.streaming`).
-_WEIGHTS = 0.75
 
 
 class AdapterDoctor(Doctor):
@@ -90,9 +88,12 @@ class AdapterDoctor(Doctor):
         gigabytes = sum(material.gigabytes for material in self.pack.materials if material.role == "teacher")
         largest = max(sizes) if sizes else int(self.pack.work.teacher_part * wider * GB)
         whole = sum(sizes) if sizes else int(gigabytes * wider * GB)
-        room = int(_WEIGHTS * budget.device)
-        student = 0
+        room = int(WEIGHTS * budget.device)
+        student = file = int(
+            GB * sum(material.gigabytes for material in self.pack.materials if material.role == "student")
+        )
         if self.student:
+            file = self.student.path.stat().st_size
             each = devices.dtype(self.settings.precompute.student_dtype, device).itemsize
             student = each * sum(int(tensor.n_elements) for tensor in self.student.tensors.values())
         title = f"precompute on {device}: of {gb(budget.device)} memory, {gb(room)} are for weights"
@@ -102,23 +103,39 @@ class AdapterDoctor(Doctor):
             change = "free memory" if on_cpu else "free GPU memory, or set precompute: {device: cpu}"
             return problem(f"{title}, and {what} takes {gb(max(largest, student))}; {change}, or raise {more}")
         pinned = 1 << largest.bit_length()  # what torch takes of main memory to copy a part from
-        if not on_cpu and pinned > _WEIGHTS * budget.ram:
-            least = f"{gb(pinned / _WEIGHTS)} of main memory are needed to copy a part of the teacher"
+        if not on_cpu and pinned > WEIGHTS * budget.ram:
+            least = f"{gb(pinned / WEIGHTS)} of main memory are needed to copy a part of the teacher"
             return problem(f"{title}, but {least}, not {gb(budget.ram)}; free some, or raise precompute.ram_gib")
+        if on_cpu:
+            sizes = {"teacher": whole / GB, "largest": largest / GB, "student": student / GB, "file": file / GB}
+            taken, free = GB * precompute_memory(self.settings, budget.ram / GB, **sizes), devices.free_ram()
+            title = f"{title}; a job takes {gb(taken)} of {gb(free)} that are free"
+            if taken > free:
+                return problem(f"{title}: free some, or lower precompute.ram_gib, shard_size or block_shards")
         if whole > room:
-            faster = f"it is read once a block; {gb(whole / _WEIGHTS / 0.9)} free would hold it"
+            faster = f"it is read once a block; {gb(whole / WEIGHTS / 0.9)} free would hold it"
             return note(f"{title}, and the teacher of {gb(whole)} is streamed through them: {faster}")
         return ok(f"{title}, and the teacher's {gb(whole)} fit")
 
     def _training_memory(self, device: torch.device, budget: devices.Budget) -> Check:
-        needed = estimate(self.settings, ANY)
-        rows = needed.shuffled if device.type == "cpu" else 0.0
-        title = f"training on {device}: {gb((needed.training + rows) * GB)} of {gb(budget.device)} memory"
-        if (needed.weights + rows) * GB > budget.device:
-            least = f"weights, optimizer and the rows that are mixed take {gb((needed.weights + rows) * GB)}"
-            change = "lower train.shuffle_mb, adapter.width or depth" if rows else "lower adapter.width or depth"
-            return problem(f"{title}, and {least}; free memory, set train.device, or {change}")
-        if (needed.training + rows) * GB > budget.device:
+        needed = self.estimate.training
+        if device.type == "cpu":
+            title = f"training on {device}: {gb(needed.cpu * GB)} of {gb(budget.ram)} main memory"
+            if needed.cpu_least * GB > budget.ram:
+                least = f"{gb(needed.cpu_least * GB)} of them do not depend on the batch"
+                return problem(f"{title}, and {least}; free memory, or lower train.shuffle_mb, adapter.width or depth")
+            if needed.cpu * GB > budget.ram:
+                return problem(f"{title}; free some, or have batches computed in parts: set train.batch_tokens")
+            return ok(title)
+        main = f"{gb(needed.beside * GB)} of {gb(budget.ram)} main memory"
+        title = f"training on {device}: {gb(needed.gpu * GB)} of {gb(budget.device)} GPU memory, {main}"
+        fixed = needed.gpu - needed.step + needed.least
+        if fixed * GB > budget.device:
+            least = f"weights and optimizer alone take {gb(fixed * GB)}"
+            return problem(f"{title}, and {least}; free memory, set train.device, or lower adapter.width or depth")
+        if needed.beside * GB > budget.ram:
+            return problem(f"{title}; free some main memory, or lower train.shuffle_mb")
+        if needed.gpu * GB > budget.device:
             return note(f"{title}: batches are computed in parts; train.batch_tokens sets their size")
         return ok(title)
 

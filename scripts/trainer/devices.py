@@ -1,5 +1,6 @@
 """Which device, number type and how much memory a job computes with."""
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,11 @@ import torch
 from filelock import FileLock, Timeout
 
 from trainer.errors import TrainerError
+
+# On a CPU, torch and oneDNN keep a kernel for each of the last 1024 shapes they have met: gigabytes where lengths
+# change with every batch, and no shape comes back. They read these when they make the first.
+for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "64")
 
 GIB = 1 << 30
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -95,7 +101,7 @@ def budget(device: torch.device, gpu_gib: float, ram_gib: float, granted: int) -
         ram_gib: GiB of main memory; 0: what is free, at most `granted`.
         granted: bytes of main memory that were asked of the scheduler.
     """
-    ram = int(ram_gib * GIB) if ram_gib else int(min(_SHARE_OF_FREE * _free_ram(), granted))
+    ram = int(ram_gib * GIB) if ram_gib else int(min(_SHARE_OF_FREE * free_ram(), granted))
     if device.type == "cpu":
         return Budget(ram, ram)
     free, total = torch.cuda.mem_get_info(device)
@@ -111,7 +117,7 @@ def batch_tokens(device: torch.device, budget: Budget) -> int:
     return max(2048, min(65536, _TOKENS_PER_GIB * (budget.device // GIB)))
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
     """Free bytes of the machine, or of the control group (container, batch job) that this process is in."""
     free = psutil.virtual_memory().available
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer import packs
 from trainer.config import Settings
-from trainer.estimates import GB, Estimate, Machine
+from trainer.estimates import GB, Estimate, Machine, Training
 from trainer.lora import families
 from trainer.lora.families import Name
 
@@ -79,7 +79,7 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
     least = _BYTES["nf4"] if lora.base_precision == "auto" else 0.1 * numbers if lora.offload else numbers
     if lora.offload:
         numbers *= 0.1  # a few blocks at a time
-    weights = _PYTHON_GB + (least * network + 16 * parameters) / GB
+    step = (numbers * network + 16 * parameters + kept) / GB
     file, state = 2 * parameters / GB, 12 * parameters / GB
     steps = train.steps // train.keep_every if train.keep_every else 0
     steps = min(steps, train.keep_last or steps)
@@ -92,9 +92,14 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
     return Estimate(
         streamed=_PYTHON_GB + share * work.encoder,
         resident=_PYTHON_GB + share * work.encoder,
-        training=_PYTHON_GB + (numbers * network + 16 * parameters + kept) / GB,
-        weights=weights,
-        shuffled=0.0,
+        training=Training(
+            least=(least * network + 16 * parameters) / GB,
+            step=step,
+            cpu_step=step,
+            rows=train.batch_size * latents / GB,
+            copies=state,
+            saved=state + 2 * file,
+        ),
         samples=samples,
         stages=stages,
         disk=sum(stages.values()) + state,

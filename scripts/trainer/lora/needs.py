@@ -8,7 +8,7 @@ import torch
 
 from trainer import devices, picture_sources
 from trainer.doctor import ANY, Check, Doctor, gb, note, ok, problem
-from trainer.estimates import GB, Estimate, estimate
+from trainer.estimates import GB, Estimate, Training, estimate
 from trainer.lora import bases, captions, families
 from trainer.packs.base import Material
 
@@ -66,17 +66,19 @@ class LoraDoctor(Doctor):
             yield ok(title)
         device = devices.pick(self.settings.train.device)
         budget = devices.budget(device, 0, 0, 1 << 62).device
-        yield self._training(device, budget, needed)
+        yield self._training(device, budget, needed.training)
 
-    def _training(self, device: torch.device, budget: int, needed: Estimate) -> Check:
+    def _training(self, device: torch.device, budget: int, needed: Training) -> Check:
         lora, on_gpu = self.settings.lora, device.type == "cuda"
-        wider = 2 if not on_gpu and lora.base_precision == "auto" else 1  # f32 on a CPU
-        title = f"training on {device}: {gb(needed.training * wider * GB)} of {gb(budget)} memory"
-        if needed.training * wider * GB <= budget:
+        wider = 2 if lora.base_precision == "auto" else 1  # f32 on a CPU
+        taken = needed.gpu if on_gpu else wider * needed.cpu
+        title = f"training on {device}: {gb(taken * GB)} of {gb(budget)} memory"
+        if taken * GB <= budget:
             return ok(title)
-        if on_gpu and needed.weights * GB <= budget and not lora.offload:
-            least = f"the base is kept in 4 bits then ({gb(needed.weights * GB)} and more)"
-            return note(f"{title}: {least}, or its blocks are in main memory with lora.offload")
+        least = needed.gpu - needed.step + needed.least
+        if on_gpu and least * GB <= budget and not lora.offload:
+            how = f"the base is kept in 4 bits then ({gb(least * GB)} and more)"
+            return note(f"{title}: {how}, or its blocks are in main memory with lora.offload")
         change = "set lora.offload, lora.base_precision nf4 or another train.device" if on_gpu else "take a GPU"
         return problem(f"{title}; lower pictures.resolution or train.batch_size, {change}")
 
