@@ -40,6 +40,7 @@ from trainer import (
     training,
     vision_proj,
 )
+from trainer.adapter_task import AdapterTask
 from trainer.config import Settings
 from trainer.control import Requests
 from trainer.devices import GIB
@@ -50,6 +51,7 @@ from trainer.precompute_pictures import PictureBlock
 
 CPU = torch.device("cpu")
 STAGES = ("training", "precompute")
+ADAPTERS = [name for name in packs.names() if "adapters" in packs.get(name).kinds]
 WORDS = ["a", "red", "fox", "in", "the", "snow", "near", "an", "old", "house", "with", "trees", "and", "lights"]
 # What a child is given, and GB that it is estimated to take.
 Case = tuple[dict[str, Any], float]
@@ -238,7 +240,7 @@ def work(given: dict[str, Any]) -> None:
     settings = config.load(given["settings"])
     run = Path(settings.folder)
     if "records" not in given:
-        training.Trainer(settings, training.Inputs.read(settings), lambda steps: steps).run(Requests(run))
+        training.Trainer(settings, AdapterTask, lambda steps: steps).run(Requests(run))
         return
     records = {id: Record(**record) for id, record in given["records"].items()}
     common = settings, records, Requests(run), 1 << 40
@@ -264,7 +266,7 @@ def ratio(stage: str, pack: str, folder: Path, **options: int) -> tuple[float, f
 def main() -> None:
     """Print the table, a line a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packs", nargs="+", choices=packs.names(), default=packs.names())
+    parser.add_argument("--packs", nargs="+", choices=ADAPTERS, default=ADAPTERS)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
