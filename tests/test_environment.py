@@ -30,19 +30,24 @@ def conda():
 
 def test_every_dependency_of_the_project_is_locked_at_a_version_it_allows():
     extras = PROJECT["optional-dependencies"]
-    for text in [*PROJECT["dependencies"], *extras["dev"], *extras["dashboard"]]:
+    for text in [*PROJECT["dependencies"], *extras["dev"], *extras["dashboard"], *extras["lora"]]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(locked()[canonicalize_name(wanted.name)]), text
 
 
+def of_jobs():
+    """What jobs need: the dependencies and the extra of LoRAs."""
+    return [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["lora"]]
+
+
 def test_the_conda_environment_has_every_dependency_at_the_locked_version():
-    assert {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]} <= set(conda())
+    assert {canonicalize_name(Requirement(text).name) for text in of_jobs()} <= set(conda())
     assert conda().items() <= locked().items()
 
 
 def needed():
-    """Names of all that the project's dependencies need in turn, as far as the lock has it."""
-    todo, found = [Requirement(text) for text in PROJECT["dependencies"]], set()
+    """Names of all that jobs need in turn, as far as the lock has it."""
+    todo, found = [Requirement(text) for text in of_jobs()], set()
     while todo:
         wanted = todo.pop()
         key = (canonicalize_name(wanted.name), frozenset(wanted.extras))
