@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 import diffusers
 import tiny_pipelines
 import torch
