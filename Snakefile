@@ -71,6 +71,7 @@ include: "rules/evaluate.smk"
 include: "rules/report.smk"
 include: "rules/publish.smk"
 include: "rules/doctor.smk"
+include: "rules/ladder.smk"
 
 
 rule all:

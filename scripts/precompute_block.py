@@ -1,15 +1,31 @@
 """Compute the shards of one block."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from trainer import config, materials, packs, precompute, precompute_pictures
+from trainer import config, materials, packs
 from trainer.control import Requests, only_one
 from trainer.files import write_json
 from trainer.job import job
-from trainer.lora import precompute as lora_precompute
 from trainer.packs.base import LoraPack
 from trainer.slurm import put_back
+
+
+def block(settings: config.Settings, *given: Any) -> Any:
+    """What fills a block of the pack; only that is loaded, since there may be nothing to do."""
+    if isinstance(packs.get(settings.pack), LoraPack):
+        from trainer.lora.precompute import Block
+
+        return Block(settings, *given)
+    if snakemake.input.vision_proj:
+        from trainer.precompute_pictures import PictureBlock
+
+        return PictureBlock(settings, *given, Path(snakemake.input.vision_proj[0]))
+    from trainer.precompute import Block
+
+    return Block(settings, *given)
+
 
 with job(snakemake.log[0]):
     torch.set_num_threads(snakemake.threads)
@@ -18,13 +34,7 @@ with job(snakemake.log[0]):
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
     with put_back(requests), only_one(settings.folder, f"precompute-{split}-{number:04d}"):
-        given = settings, records, requests, snakemake.resources.mem_mb * 10**6
-        if isinstance(packs.get(settings.pack), LoraPack):
-            block = lora_precompute.Block(*given)
-        elif snakemake.input.vision_proj:
-            block = precompute_pictures.PictureBlock(*given, Path(snakemake.input.vision_proj[0]))
-        else:
-            block = precompute.Block(*given)
-        content = block.fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
+        fill = block(settings, records, requests, snakemake.resources.mem_mb * 10**6).fill
+        content = fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
         config.write_stage_settings(settings, "precompute")
         write_json(snakemake.output[0], content)

@@ -3,11 +3,6 @@
 import json
 import sys
 
-from trainer import config, processes
-from trainer.job import job
+from trainer import train_process
 
-task = json.load(sys.stdin)
-options = config.load(task["settings"]).train
-with job(task["log"]):
-    processes.check(options)
-    processes.launch(options.processes, task, threads=2)
+train_process.start(json.load(sys.stdin), threads=2)

@@ -419,7 +419,12 @@ class Train(Group):
     log_every: int = live(25, "steps between lines of the log and looks at your files", ge=1)
     val_every: int = fixed(500, "steps between validations; the best of them is exported", ge=1)
     save_every: int = live(250, "steps between saves of the training state", ge=1)
-    keep_every: int = live(0, "steps between kept checkpoints that can be exported at any later time; 0: none", ge=0)
+    keep_every: int = live(
+        0,
+        "steps between kept checkpoints that can be exported at any later time; 0: none; of a LoRA, those that the "
+        "ladder judges (1, 20, 100 and 500) always are",
+        ge=0,
+    )
     keep_last: int = live(0, "kept checkpoints to hold at most, newest first; 0: all", ge=0)
     seed: int = fixed(42, "seed of the initial weights and of the order of samples", ge=0, le=_SEEDS)
 

@@ -83,7 +83,8 @@ def job(log_file: Path | str, quiet: bool = False) -> Iterator[None]:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     logging.raiseExceptions = False  # on a full disk a log line is lost, and the error must still be readable
-    for handler in (logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(sys.stderr)):
+    handlers = logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(sys.stderr)
+    for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
     if not quiet:
@@ -106,6 +107,9 @@ def job(log_file: Path | str, quiet: bool = False) -> Iterator[None]:
         if _announcement:
             _announcement.end()
             _announcement = None
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
 
 
 class Progress:

@@ -34,6 +34,8 @@ class Task(ABC):
     val_columns: of metrics.csv at validations: each with the name of its figure in what `validate` gives. By the first
         one, steps are compared.
     higher_is_better: whether the largest of these is the best, or the smallest.
+    rungs: steps after which all is measured, whatever the settings say: they are logged, validated and kept.
+    closely: how many of the first steps are all logged.
     checks_every_step: stop before the first step whose gradient is not finite, and name its samples; others are only
         looked at before anything is reported or written, which never makes a GPU wait.
 
@@ -41,6 +43,7 @@ class Task(ABC):
     optimizer: of these parameters. All of its state is saved.
     made_from: what the results depend on; training starts over when it changes.
     compiled: let torch make kernels for the network's blocks. May be set at any time.
+    told: what checkpoints tell besides, JSON-able; a resume goes on with it.
     """
 
     unit: ClassVar[str]
@@ -48,6 +51,8 @@ class Task(ABC):
     val_columns: dict[str, str]
     higher_is_better: ClassVar[bool]
     checks_every_step: ClassVar[bool] = False
+    rungs: ClassVar[tuple[int, ...]] = ()
+    closely: ClassVar[int] = 0
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -56,6 +61,7 @@ class Task(ABC):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.options, self.device = settings, settings.train, device
+        self.told: dict[str, Any] = {}
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

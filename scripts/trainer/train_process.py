@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import config, packs, processes, training
 from trainer.adapter_task import AdapterTask
 from trainer.config import Settings
@@ -17,8 +19,20 @@ from trainer.slurm import put_back
 from trainer.task import Task
 
 
+def start(assignment: dict[str, Any], threads: int) -> None:
+    """Train as it says, in this process or in several; `threads` are those that a job may use."""
+    options = config.load(assignment["settings"]).train
+    if options.processes == 1:
+        torch.set_num_threads(threads)
+        run(assignment)
+        return
+    with job(assignment["log"]):
+        processes.check(options)
+        processes.launch(options.processes, assignment, threads)
+
+
 def run(assignment: dict[str, Any]) -> None:
-    """Train as it says: settings, the files and overrides that steps are read from, log and output."""
+    """Train as it says: settings, the files and overrides that steps are read from, log, and output or `until`."""
     settings = config.load(assignment["settings"])
     run, leader = Path(settings.folder), processes.rank(settings.train.processes) == 0
     with job(assignment["log"], quiet=not leader):
@@ -34,7 +48,8 @@ def run(assignment: dict[str, Any]) -> None:
                 """The planned steps as the user's files say now."""
                 return config.read_steps(assignment["configfiles"], assignment["overrides"], steps)
 
-            training.train(settings, _task(settings), plan, requests, Path(assignment["output"]))
+            output, until = assignment.get("output"), assignment.get("until")
+            training.train(settings, _task(settings), plan, requests, output and Path(output), until)
 
 
 def _task(settings: Settings) -> type[Task]:

@@ -85,6 +85,7 @@ class Trainer:
         self.task.restore(tensors)
         optimizer_state.unpack(self.task.optimizer, self.trained, tensors, meta["optimizer"])
         self.step, self.best, self.last_val = meta["step"], meta[self._best_name], meta["last_val"]
+        self.task.told = meta.get("told", {}) | self.task.told
         if self.metrics_file.exists():
             rows = csv.DictReader(io.StringIO(self.metrics_file.read_text()))
             self.records = [row for row in rows if row["step"].isdigit() and int(row["step"]) <= self.step]
@@ -100,6 +101,7 @@ class Trainer:
             self._best_name: self.best,
             "last_val": self.last_val,
             "made_from": self.task.made_from,
+            "told": dict(self.task.told),
         } | more
 
     def _weights(self) -> checkpoints.Tensors:
@@ -128,7 +130,9 @@ class Trainer:
     def _write_kept(self, weights: checkpoints.Tensors, meta: dict[str, Any], step: int) -> None:
         checkpoints.save(checkpoints.kept_path(self.folder, step), self.task.kept(weights), meta)
         if self.options.keep_last:
-            for old in checkpoints.kept(self.folder)[: -self.options.keep_last]:
+            rungs = {checkpoints.kept_path(self.folder, rung) for rung in self.task.rungs}
+            others = [path for path in checkpoints.kept(self.folder) if path not in rungs]
+            for old in others[: -self.options.keep_last]:
                 old.unlink()
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -170,8 +174,8 @@ class Trainer:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def run(self, requests: Requests) -> None:
-        """Train to the planned step.
+    def run(self, requests: Requests, until: int | None = None) -> None:
+        """Train to the planned step, or to `until` if that comes before: then the state is saved, and no more.
 
         Raises:
             StoppedError: asked to, in the leader; the state is saved.
@@ -183,7 +187,7 @@ class Trainer:
         try:
             if self.step < self.steps and (largest := self.task.largest()):
                 self._gradients(*largest)  # out of memory comes now, or not at all
-            self._follow(loader, requests)
+            self._follow(loader, requests, until)
             self.writer.wait()
         finally:
             loader.close()
@@ -194,7 +198,7 @@ class Trainer:
         """The batches from the current step on."""
         return self.task.loader(self.step * self.options.batch_size, self.together.rank, self.together.size)
 
-    def _follow(self, loader: Batches, requests: Requests) -> None:
+    def _follow(self, loader: Batches, requests: Requests, until: int | None) -> None:
         options, leader = self.options, self.together.leader
         pace = Pace(self.step)
         while self.step < self.steps:
@@ -204,15 +208,17 @@ class Trainer:
             step = self.step
             if leader:
                 self.writer.look()
-            if leader and (step % options.log_every == 0 or step == self.steps):
+            on_rung = step in self.task.rungs
+            if leader and (step % options.log_every == 0 or step == self.steps or on_rung or step <= self.task.closely):
                 self._check()
                 self._report(figures, *pace.lap(step, loader.waited))
                 self._look_at_plan()
             asked = (requests.snapshot(), requests.stop()) if leader else (False, False)
             self.steps, snapshot, stop = self.together.leaders(self.steps, *asked)
             ended = step >= self.steps
-            validated = step % options.val_every == 0 or ended
-            kept = bool(options.keep_every) and step % options.keep_every == 0
+            stop = stop or step == until
+            validated = step % options.val_every == 0 or ended or on_rung
+            kept = on_rung or (bool(options.keep_every) and step % options.keep_every == 0)
             saved = step % options.save_every == 0 or ended or (stop and not ended)
             if leader and (validated or kept or saved or snapshot):
                 self._check()
@@ -227,7 +233,7 @@ class Trainer:
                 if saved:
                     self.save()
             if stop and not ended:
-                if not leader:
+                if not leader or step == until:
                     return
                 self.writer.wait()
                 raise StoppedError(f"stopped at step {step} as asked; the same command resumes there")
@@ -378,10 +384,21 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def train(settings: Settings, task: type[Task], plan: Callable[[int], int], requests: Requests, output: Path) -> None:
-    """Train as far as the plan says, or find that this is done; then `output` is the best checkpoint."""
+def train(
+    settings: Settings,
+    task: type[Task],
+    plan: Callable[[int], int],
+    requests: Requests,
+    output: Path | None,
+    until: int | None = None,
+) -> None:
+    """Train as far as the plan says, or find that this is done; then `output` is the best checkpoint.
+
+    With `until`, train to that step if it is not reached yet; what was trained goes on from there at any later time.
+    """
     trainer = Trainer(settings, task, plan)
-    trainer.run(requests)
-    if trainer.together.leader:
+    if until is None or trainer.step < until:
+        trainer.run(requests, until)
+    if output and trainer.together.leader:
         with written_whole(output) as aside:
             shutil.copyfile(trainer.folder / "best.safetensors", aside)

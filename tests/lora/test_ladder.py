@@ -162,6 +162,7 @@ def test_a_fault_fails_its_rung(rung, row):
     [
         (rung_500(best=(300, 1.0)), "val of held-out pictures"),
         (ladder.compare(replace(WELL, shift=130 / 255), "bf16"), "collapse"),
+        (ladder.compare(replace(WELL, shift=1 / 255, other=None), "bf16", steps=20), "shift"),
         (ladder.compare(replace(WELL, other=9 / 255), "bf16"), "other prompts"),
     ],
 )

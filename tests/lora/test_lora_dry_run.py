@@ -137,7 +137,7 @@ def test_what_the_demo_came_to_is_told_in_its_report_and_its_card(demo, monkeypa
     assert rungs["inert"]
     assert rungs["weights"]
     assert rungs["conditions"]
-    assert found["pictures"]["columns"] == ["base", "step 10", "step 20"]
+    assert found["pictures"]["columns"] == ["base", "step 1", "step 10", "step 20"]
     write_report(run, settings, run / "report.html")
     page = (run / "report.html").read_text()
     assert page.count("<img") == 1 + 3 * len(found["pictures"]["shots"])

@@ -73,15 +73,14 @@ def test_a_trained_lora_passes_and_an_inert_one_is_the_base_bit_by_bit(evaluated
     assert [rung.name for rung in rungs] == ["inert", "compare", "weights"]
     inert, pictures, weights = (failed(rung) for rung in rungs)
     assert inert == weights == []
-    # Pictures of Qwen-Image's tiny VAE are all but grey.
-    assert set(pictures) <= {"other prompts"} | ({"shift"} if family == "qwen_image" else set())
+    assert set(pictures) <= {"other prompts", "shift"}  # after 20 steps, which may be too few
     inert, *_ = rungs
     assert {row.name: row.value for row in inert.rows} == dict.fromkeys(
         ("untrained", "at weight 0", "disabled", "unloaded"), 0
     )
     assert content["floor"] == 0
     assert content["reload"] == 0  # the alpha is a power of two times the rank
-    assert content["shift"] > (1 if family == "qwen_image" else 2) / 255
+    assert content["shift"] > 2 / 255
     assert content["modules"]["live"] == content["modules"]["expected_live"]
     assert not getattr(loras.network(family), "peft_config", None)
 

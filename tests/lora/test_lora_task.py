@@ -2,7 +2,7 @@
 
 import csv
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,10 @@ import tiny_lora_runs as runs
 import torch
 from trainer import checkpoints, control, training
 from trainer.errors import TrainerError
-from trainer.lora import batches, conditions, network, objective
+from trainer.files import write_json
+from trainer.lora import batches, conditions, evaluation, families, ladder, models, network, objective, verdict
 from trainer.lora.task import LoraTask
+from trainer.materials import read_record
 
 
 class Asked(control.Requests):
@@ -362,3 +364,52 @@ def test_other_settings_start_over_and_keep_the_old_checkpoints(made, folders, t
     assert runs.trainer(changed).step == 0
     (stale,) = Path(settings.folder).glob("checkpoints.stale-*")
     assert (stale / "best.safetensors").exists()
+
+
+def test_rungs_are_measured_and_kept_whatever_the_settings_say(made):
+    settings = made("a", steps=22, val_every=50, log_every=50, save_every=50, keep_every=3, keep_last=2)
+    go(settings)
+    run = Path(settings.folder)
+    steps = [1, 18, 20, 21]
+    assert checkpoints.kept(run / "checkpoints") == [checkpoints.kept_path(run / "checkpoints", it) for it in steps]
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows if row["loss"]] == [*range(1, 21), 22]
+    assert [int(row["step"]) for row in rows if row["val_loss"]] == [1, 20, 22]
+
+
+def test_training_until_a_rung_goes_on_to_the_same_bytes(made):
+    plain, begun = made("a", steps=24, decay_fraction=0.5), made("b", steps=24, decay_fraction=0.5)
+    go(plain)
+    run = Path(begun.folder)
+    for until in (20, 1):  # which is behind by then
+        training.train(begun, LoraTask, lambda steps: steps, Asked(run), None, until)
+        assert saved(begun)[1]["step"] == 20
+    assert not (run / "settings" / "plan.json").exists()
+    go(begun)
+    assert saved(plain)[1] == saved(begun)[1]
+    assert_same(saved(plain)[0], saved(begun)[0])
+
+
+def test_all_rungs_of_a_training_are_judged_by_what_it_kept(made, folders):
+    settings = made("a", "flux", {"checkpointing": False}, steps=500, batch_size=1, val_every=250, save_every=500)
+    go(settings)
+    run, family = Path(settings.folder), families.get("flux")
+    write_json(run / "corpus.json", {"digest": "d", "train": {"pictures": 5}, "val": {"held_out": True}})
+    meta = saved(settings, "best")[1]
+    base = models.of(runs.base(folders, "flux")).network(torch.float32, torch.device("cpu"))
+    modules = network.targets(base, family, [])
+    wanted = evaluation.expected(family, base, modules, 4, torch.bfloat16)
+    records = [asdict(read_record(run / "materials" / "base.json"))]
+
+    def judged(upto):
+        return verdict._course(settings, records, run / "eval", meta, wanted, upto)
+
+    rungs = {rung.name: rung for rung in judged(500)}
+    assert list(rungs) == ["1", "20", "100", "500"]
+    failed = [line for line in ladder.failures(ladder.to_json(rungs.values())) if ": val is" not in line]
+    assert failed == []  # the picture that is held out is like no other
+    rows = {row.name: row for row in rungs["500"].rows}
+    assert rows["norm of the LoRA"].passed
+    assert rows["live lora_B"].passed
+    assert f"of step {meta['step']}" in rows["val of held-out pictures"].words
+    assert [rung.name for rung in judged(20)] == ["1", "20"]

@@ -72,15 +72,14 @@ def read(run: Path, lora: Path | None = None) -> Evidence:
     found = Evidence()
     if (run / "eval.json").exists():
         found.evaluation = read_json(run / "eval.json")
-        rungs = found.evaluation.get("ladder", {}).get("rungs", [])
-        found.rows = {(rung["name"], row["name"]): row for rung in rungs for row in rung["rows"]}
-    if (run / "ladder.json").exists():  # of a run that was judged rung by rung
-        rungs = read_json(run / "ladder.json")["rungs"]
+    # A run may have been judged rung by rung before that, or since.
+    for path in sorted(filter(Path.exists, (run / "eval.json", run / "ladder.json")), key=_time):
+        rungs = (found.evaluation.get("ladder", {}) if path.name == "eval.json" else read_json(path)).get("rungs", [])
         found.rows |= {(rung["name"], row["name"]): row for rung in rungs for row in rung["rows"]}
     if (run / "metrics.csv").exists():
         with open(run / "metrics.csv", encoding="utf-8", newline="") as table:
             found.metrics = list(csv.DictReader(table))
-    found.stopped = _stopped(run / "logs" / "train.log", found.metrics)
+    found.stopped = _stopped([*run.glob("logs/train.log"), *run.glob("logs/ladder-*.log")], found.metrics)
     for path in sorted((run / "checkpoints").glob("*.safetensors")):
         try:
             found.kept[path] = None if files.header(path)[0] else f"{path.name} holds no tensor"
@@ -100,11 +99,14 @@ def read(run: Path, lora: Path | None = None) -> Evidence:
     return found
 
 
-def _stopped(log: Path, metrics: list[dict[str, str]]) -> tuple[int, str] | None:
-    """What the log says of a value that is not finite, unless training has gone on since."""
-    if not log.exists():
-        return None
-    said = re.findall(r".*not finite in step \d+.*", log.read_text(encoding="utf-8", errors="replace"))
+def _time(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _stopped(logs: list[Path], metrics: list[dict[str, str]]) -> tuple[int, str] | None:
+    """What logs say, the newest last, of a value that is not finite, unless training has gone on since."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(logs, key=_time)]
+    said = re.findall(r".*not finite in step \d+.*", "\n".join(texts))
     if not said:
         return None
     step = int(said[-1].partition("not finite in step ")[2].split()[0])
@@ -184,7 +186,7 @@ def _can_learn(found: Evidence) -> int:
 def _scaler(found: Evidence) -> tuple[Verdict, str]:
     if found.rows and ("20", "loss scale") not in found.rows:
         return "yes", "none is used: numbers have the range of f32"
-    return _row(found, "20", "loss scale", "no ladder.json with 20 steps: evaluate the run")
+    return _row(found, "20", "loss scale", "no rung of 20 steps: evaluate the run")
 
 
 def _chosen(found: Evidence) -> tuple[Verdict, str]:
@@ -195,7 +197,7 @@ def _chosen(found: Evidence) -> tuple[Verdict, str]:
 
 
 def _ladder(rung: str, name: str) -> Callable[[Evidence], tuple[Verdict, str]]:
-    return lambda found: _row(found, rung, name, f"no ladder.json with {name}: evaluate the run")
+    return lambda found: _row(found, rung, name, f"no rung with {name}: evaluate the run")
 
 
 _QUESTIONS: dict[str, Callable[[Evidence], tuple[Verdict, str]]] = {

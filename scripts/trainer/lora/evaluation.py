@@ -345,7 +345,7 @@ def evaluate(
     device = "cuda" if pipeline.device.type == "cuda" else "cpu"
     rungs = [
         compared.inert,
-        ladder.compare(compared.pictures, dtype, device),
+        ladder.compare(compared.pictures, dtype, device, steps),
         ladder.weights(contents, wanted),
     ]
     return content, rungs

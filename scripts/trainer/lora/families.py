@@ -8,6 +8,8 @@ from typing import Literal
 
 Name = Literal["sdxl", "flux", "qwen_image", "z_image"]
 Timesteps = Literal["uniform", "logit_normal"]
+# Of the ladder: steps after which training is judged.
+RUNGS = (1, 20, 100, 500)
 
 
 @dataclass(frozen=True)

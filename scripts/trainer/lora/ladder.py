@@ -13,10 +13,10 @@ from statistics import fmean, median
 from typing import Any
 
 from trainer.errors import TrainerError
+from trainer.lora.families import RUNGS
 from trainer.lora.files import Contents
 from trainer.lora.objective import BANDS
 
-STEPS = (1, 20, 100, 500)
 _FEW = 10  # pictures, up to which a LoRA has to learn them well
 
 SHIFT = 2 / 255  # least mean change of a picture
@@ -309,12 +309,19 @@ class Pictures:
     closer: float | None = None
 
 
-def compare(pictures: Pictures, dtype: str, device: str = "cpu") -> Rung:
-    """Base against LoRA from the same seeds; `dtype` of the file: f32, f16 or bf16; `device`: cpu or cuda."""
+def compare(pictures: Pictures, dtype: str, device: str = "cpu", steps: int = RUNGS[-1]) -> Rung:
+    """Base against LoRA from the same seeds.
+
+    Args:
+        pictures: what was measured.
+        dtype: of the file: f32, f16 or bf16.
+        device: cpu or cuda.
+        steps: that it was trained; after less than 100, pictures need not have changed yet.
+    """
     least = max(SHIFT, _FLOORS * pictures.floor)
     rows = [
         _at_most("noise floor", pictures.floor, _FLOOR[device], "the base's picture twice"),
-        _at_least("shift", pictures.shift, least, "mean change of a pixel"),
+        _at_least("shift", pictures.shift, least, "mean change of a pixel", warning=steps < RUNGS[2]),
         _at_most("collapse", pictures.shift, _COLLAPSED, "a change this large is seldom wanted", warning=True),
         _at_most("reload", pictures.reload, RELOAD[dtype], "the file's picture against the trained weights'"),
         _at_least("not blank", pictures.spread, _BLANK, "standard deviation by that of the base's picture"),

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainer.config import Settings, stage_settings
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json
 from trainer.job import log
-from trainer.lora import corpus, draws, families, models, network, objective
+from trainer.lora import corpus, draws, evaluation, families, models, network, objective
 from trainer.lora.batches import Batch, Items, Loader, Part
 from trainer.materials import Record, read_record
 from trainer.shard_index import listed, trained_on
@@ -42,6 +43,8 @@ class LoraTask(Task):
     val_columns = {"val_loss": "loss"} | {f"val_{band}": band for band in _BANDS}
     higher_is_better = False
     checks_every_step = True
+    rungs = families.RUNGS
+    closely = families.RUNGS[1]
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         """A fresh LoRA.
@@ -69,12 +72,14 @@ class LoraTask(Task):
         self.module.train()
         self.weight = network.parameters(self.module)
         self.optimizer = _optimizer(list(self.weight.values()), settings)
+        self.optimizer.register_step_pre_hook(self._look)
         self.optimizer.register_step_post_hook(self._average)
         self.averaged = {name: it.detach().clone() for name, it in self.weight.items()} if options.ema else None
         self.updates = torch.tensor(0)
         self.bands = torch.zeros(2, len(_BANDS), dtype=torch.float64, device=device)
         self.places = self.options.batch_tokens or sys.maxsize
         self.untrained: dict[str, float] | None = None
+        self.told["attention"] = evaluation.attention(self.module)
         if self.numbers == "f16":
             for parameter in self.weight.values():
                 parameter.register_hook(lambda gradient: gradient / _F16_SCALE)
@@ -186,6 +191,11 @@ class LoraTask(Task):
                 wrong = "" if math.isfinite(loss) else f"its loss is {loss}"
                 found.append((file, wrong if torch.isfinite(latents).all() else "its latents are not finite"))
         return found
+
+    def _look(self, *_: Any) -> None:
+        """Before the first step of the optimizer: note which weights have gradients."""
+        if "gradients" not in self.told:
+            self.told["gradients"] = asdict(evaluation.gradients(self.module))
 
     def _average(self, *_: Any) -> None:
         """After a step of the optimizer: move the running means, at first faster than `lora.ema` says."""

@@ -1,6 +1,5 @@
 """What a trained LoRA came to, as eval.json tells: losses with and without it, pictures from the same seeds, ladder."""
 
-import csv
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ import torch
 from trainer import checkpoints, devices, packs
 from trainer.config import Settings
 from trainer.corpus_files import read
-from trainer.files import read_json
+from trainer.errors import TrainerError
+from trainer.files import read_json, write_json
 from trainer.job import log
 from trainer.lora import evaluation, export, families, files, ladder, models, network, precompute
 from trainer.lora.conditions import Shard
 from trainer.lora.evaluation import Shot
 from trainer.lora.families import Family, Name
+from trainer.lora.ladder import Expected
 from trainer.lora.objective import BANDS
 from trainer.materials import Record
 from trainer.shard_index import listed
@@ -33,14 +34,23 @@ _USUAL: dict[Name, tuple[int, float, str]] = {
 }
 
 
-def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path, exported: Path) -> dict[str, Any]:
-    """Load the exported file as its users do, and look at it; pictures go to the folder `eval` of the run.
+def evaluate(
+    settings: Settings,
+    materials: list[dict[str, Any]],
+    trained: Path,
+    exported: Path,
+    out: str = "eval",
+    upto: int = families.RUNGS[-1],
+) -> dict[str, Any]:
+    """Load the exported file as its users do, and look at it, and at the course of training.
 
     Args:
         settings: the run's.
         materials: the records of what it is made from.
         trained: the checkpoint that was exported.
         exported: the file for diffusers.
+        out: folder of the run that pictures go to.
+        upto: the highest rung to judge, of those that training has reached.
 
     Returns:
         The content of eval.json.
@@ -58,7 +68,7 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
     dtype = network.DTYPES[numbers] if device.type == "cuda" else torch.float32
     pipeline = _pipeline(Path(base["path"]), family, dtype, device)
     part = getattr(pipeline, family.part)
-    modules = {name.rpartition(".lora_")[0] for name in weights}
+    modules = network.targets(part, family, made_from["lora"]["targets"])
     wanted = evaluation.expected(family, part, modules, made_from["lora"]["rank"], export.DTYPES[settings.export.dtype])
     content, rungs = evaluation.evaluate(
         pipeline,
@@ -68,10 +78,10 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
         _shots(settings, run),
         _options(settings, family),
         wanted,
-        run / "eval",
-        _kept(settings, materials, run, meta),
+        run / out,
+        _kept(settings, materials, run / out, meta),
     )
-    rungs += [conditions, *_course(run, meta)]
+    rungs += [conditions, *_course(settings, materials, run / out, meta, wanted, upto)]
     graded = ladder.to_json(rungs)
     for failure in ladder.failures(graded):
         log.warning("not passed: %s", failure)
@@ -97,6 +107,37 @@ def evaluate(settings: Settings, materials: list[dict[str, Any]], trained: Path,
         "pictures": content,
         "ladder": graded,
     }
+
+
+def refuse_unreachable(settings: Settings, rung: int) -> None:
+    """Stop before training if it would end before a rung.
+
+    Raises:
+        TrainerError: it would.
+    """
+    if settings.train.steps < rung:
+        raise TrainerError(
+            f"train.steps is {settings.train.steps}, and training ends before the rung of {rung} steps: raise it"
+        )
+
+
+def judge(settings: Settings, rung: int) -> None:
+    """Evaluate the step of a rung that training has kept, and leave ladder.json, and pictures in the folder `ladder`.
+
+    Raises:
+        TrainerError: it was not kept, or something does not hold: what, in numbers.
+    """
+    run = Path(settings.folder)
+    materials = read_json(run / "materials.json")["materials"]
+    kept = checkpoints.kept_path(run / "checkpoints", rung)
+    if not kept.exists():
+        raise TrainerError(f"{kept} is gone, and training is beyond it: move {kept.parent} away to train anew")
+    file = _file(settings, materials, run / "ladder", rung, kept)
+    graded = evaluate(settings, materials, kept, file, out="ladder", upto=rung)["ladder"]
+    write_json(run / "ladder.json", graded | {"steps": rung})
+    if not graded["passed"]:
+        raise TrainerError(f"the rung of {rung} steps is not passed: {'; '.join(ladder.failures(graded))}")
+    log.info("%d steps: all %d rungs are passed, see %s", rung, len(graded["rungs"]), run / "ladder.json")
 
 
 def _pipeline(folder: Path, family: Family, dtype: torch.dtype, device: torch.device) -> Any:
@@ -156,37 +197,51 @@ def _options(settings: Settings, family: Family) -> dict[str, Any]:
 
 
 def _kept(
-    settings: Settings, materials: list[dict[str, Any]], run: Path, meta: dict[str, Any]
+    settings: Settings, materials: list[dict[str, Any]], out: Path, meta: dict[str, Any]
 ) -> list[tuple[int, Path]]:
-    """Files of some earlier steps of this training, written to the folder `eval`."""
+    """Files of some earlier steps of this training, written to a folder."""
+    earlier = {step: path for step, path in _steps(out.parent, meta).items() if step < meta["step"]}
+    chosen = list(earlier)[:: -(-len(earlier) // _MAX_KEPT)] if earlier else []
+    return [(step, _file(settings, materials, out, step, earlier[step])) for step in chosen]
+
+
+def _steps(run: Path, meta: dict[str, Any]) -> dict[int, Path]:
+    """The checkpoints that were kept of a training, by step."""
     found = [(checkpoints.read_meta(path), path) for path in checkpoints.kept(run / "checkpoints")]
-    earlier = [
-        (it["step"], path) for it, path in found if it["step"] < meta["step"] and it["made_from"] == meta["made_from"]
-    ]
-    chosen = earlier[:: -(-len(earlier) // _MAX_KEPT)] if earlier else []
-    written = []
-    for step, path in chosen:
-        out = run / "eval" / f"step-{step}.safetensors"
-        files.write(out, *export.read(settings, materials, path, f"step{step}"))
-        written.append((step, out))
-    return written
+    return {it["step"]: path for it, path in found if it["made_from"] == meta["made_from"]}
 
 
-def _course(run: Path, meta: dict[str, Any]) -> list[ladder.Rung]:
-    """The highest rung of 20 and 100 steps that training reached, by the steps that were logged."""
-    with open(run / "metrics.csv", encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["loss"] and int(row["step"]) <= meta["step"]]
-    val, step = meta.get("val") or {}, meta["step"]
-    if not rows or not val or step < 20:
-        return []
-    course = ladder.Course(
-        losses=[float(row["loss"]) for row in rows],
-        norms=[float(row["grad_norm"]) for row in rows],
-        start=[val[f"base_loss_{band}"] for band in BANDS],
-        now=[val[f"loss_{band}"] for band in BANDS],
-    )
-    pictures = read_json(run / "corpus.json")["train"]["pictures"]
-    return [ladder.hundredth(course, pictures) if step >= 100 else ladder.twentieth(course)]
+def _file(settings: Settings, materials: list[dict[str, Any]], out: Path, step: int, checkpoint: Path) -> Path:
+    """The file for diffusers of a kept step, written to a folder."""
+    path = out / f"step-{step}.safetensors"
+    files.write(path, *export.read(settings, materials, checkpoint, f"step{step}"))
+    return path
+
+
+def _course(
+    settings: Settings, materials: list[dict[str, Any]], out: Path, meta: dict[str, Any], wanted: Expected, upto: int
+) -> list[ladder.Rung]:
+    """The rungs of 1, 20, 100 and 500 steps that training has reached."""
+    run, family = out.parent, families.get(packs.get(settings.pack).family)
+    summary, rungs, norm = read_json(run / "corpus.json"), [], 0.0
+    pictures = summary["train"]["pictures"]
+    reached = {step: path for step, path in _steps(run, meta).items() if step in families.RUNGS and step <= upto}
+    for step, checkpoint in reached.items():
+        told = checkpoints.read_meta(checkpoint)
+        course = ladder.course(run / "metrics.csv", step, [told["val"][f"base_loss_{band}"] for band in BANDS])
+        contents = files.contents(_file(settings, materials, out, step, checkpoint), family)
+        if step == 1:
+            rungs.append(ladder.first(course, ladder.Gradients(**told["told"]["gradients"]), contents, wanted))
+        elif step == 20:
+            rungs.append(ladder.twentieth(course))
+        elif step == 100:
+            norm = contents.norm
+            rungs.append(ladder.hundredth(course, pictures))
+        else:
+            best = checkpoints.read_meta(run / "checkpoints" / "best.safetensors")
+            held_out = (best["step"], best["val"]["loss"]) if summary["val"]["held_out"] else None
+            rungs.append(ladder.five_hundredth(course, pictures, contents, wanted, norm, held_out))
+    return rungs
 
 
 def describe(found: dict[str, Any]) -> str:

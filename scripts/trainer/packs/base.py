@@ -95,6 +95,7 @@ class Pack:
     kinds: what settings may be for (see `trainer.config`) that concern the pack.
     splits: of the corpus and the shards; the first is trained on, and evaluation reads all others.
     trained_on: the splits that training reads.
+    rungs: steps after which training can be judged, each by a target of its own.
     suffix: of the exported file's name. more: of those that are written of the same weights for other programs.
     """
 
@@ -107,6 +108,7 @@ class Pack:
     trained_on: ClassVar[tuple[Split, ...]]
     suffix: ClassVar[str]
     more: ClassVar[tuple[str, ...]] = ()
+    rungs: ClassVar[tuple[int, ...]] = ()
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -181,6 +183,7 @@ class LoraPack(Pack):
     trained_on = splits
     suffix = ".safetensors"
     more = ("-comfyui.safetensors", ".gguf", ".json")
+    rungs = families.RUNGS
 
     @property
     def kinds(self) -> frozenset[Kind]:
