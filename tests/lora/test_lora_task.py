@@ -326,6 +326,27 @@ def test_a_gradient_that_is_not_finite_names_the_pictures_of_its_batch(made):
     assert all(it.isfinite().all() for it in trainer.trained.values())
 
 
+def test_without_clipping_steps_are_taken_whole_and_norms_are_told(made):
+    found = []
+    for name, clip in (("off", 0.0), ("tight", 1e-6)):
+        trainer = with_values(runs.trainer(made(name, grad_clip=clip)))
+        before = {it: value.detach().clone() for it, value in trainer.trained.items()}
+        norm = trainer._step(*read(trainer))["grad_norm"].item()
+        found.append((norm, torch.cat([it.grad.flatten() for it in trainer.trained.values() if it.grad is not None])))
+        assert any(not torch.equal(before[it], value) for it, value in trainer.trained.items())
+    (norm, whole), (same, clipped) = found
+    assert norm == same == pytest.approx(whole.norm().item(), rel=1e-5)  # that before clipping
+    assert clipped.norm() == pytest.approx(1e-6, rel=1e-2)
+
+
+def test_kernels_are_made_for_dense_bases_only(made):
+    task = runs.trainer(made("a")).task
+    task.numbers = "nf4"
+    task.compiled = True
+    assert not task.compiled
+    assert not any(it._compiled_call_impl for it in task.module.modules())
+
+
 def test_a_base_in_f16_trains_on_gradients_that_do_not_vanish(made):
     whole, half = (with_values(runs.trainer(made(it, "sdxl", {"base_precision": it}))) for it in ("f32", "f16"))
     batch, size = read(whole)
