@@ -13,6 +13,7 @@ from trainer.lora.families import Name
 
 _PYTHON_GB = 2.0  # Python, torch and, on a GPU, CUDA's context
 _VAE_MACS = 4e6  # a pixel that is encoded
+_BUS = 12.0  # GB a second from main memory to a GPU
 _BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "nf4": 0.56}
 
 
@@ -77,6 +78,8 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
     )
     numbers = _BYTES["bf16" if lora.base_precision == "auto" else lora.base_precision]
     least = _BYTES["nf4"] if lora.base_precision == "auto" else 0.1 * numbers if lora.offload else numbers
+    # Every block comes for the forward pass, and once more to go back, while nothing is computed.
+    moved = train.steps * 2 * numbers * network / GB if lora.offload else 0.0
     if lora.offload:
         numbers *= 0.1  # a few blocks at a time
     step = (numbers * network + 16 * parameters + kept) / GB
@@ -104,5 +107,6 @@ def estimate(settings: Settings, machine: Machine, samples: float | None = None,
         stages=stages,
         disk=sum(stages.values()) + state,
         precompute_hours=max(encoding / (machine.tflops * 1e12), (base + stored / GB) / machine.disk) / 3600,
-        training_hours=max(operations / (machine.tflops * 1e12), passes * latents / GB / machine.disk) / 3600,
+        training_hours=(max(operations / (machine.tflops * 1e12), passes * latents / GB / machine.disk) + moved / _BUS)
+        / 3600,
     )
