@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from trainer import config, materials, packs, precompute, precompute_pictures
-from trainer.control import Requests, only_one
+from trainer.control import Requests, discarding, only_one
 from trainer.files import write_json
 from trainer.job import job
 from trainer.lora import precompute as lora_precompute
@@ -17,7 +17,11 @@ with job(snakemake.log[0]):
     records = {record.id: record for record in map(materials.read_record, snakemake.input.materials)}
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
-    with put_back(requests), only_one(settings.folder, f"precompute-{split}-{number:04d}"):
+    with (
+        put_back(requests),
+        only_one(settings.folder, f"precompute-{split}-{number:04d}"),
+        discarding(requests, lambda: precompute.discard(Path(snakemake.output[0]))),
+    ):
         given = settings, records, requests, snakemake.resources.mem_mb * 10**6
         if isinstance(packs.get(settings.pack), LoraPack):
             block = lora_precompute.Block(*given)

@@ -2,13 +2,14 @@
 
 import csv
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_lora_runs as runs
 import torch
-from trainer import checkpoints, control, training
+from trainer import checkpoints, control, train_process, training
 from trainer.errors import TrainerError
 from trainer.lora import batches, conditions, network, objective
 from trainer.lora.task import LoraTask
@@ -120,6 +121,65 @@ def test_a_run_that_was_killed_goes_on_from_its_last_save_to_the_same_bytes(made
     go(killed)
     for name in ("state", "best"):
         assert_same(saved(plain, name)[0], saved(killed, name)[0])
+
+
+def in_a_process_of_its_own(settings):
+    """Train as the job does; gives the exit status."""
+    child = os.fork()
+    if not child:
+        code = 70
+        try:
+            run, source = Path(settings.folder), Path(settings.folder) / "own.yaml"
+            source.write_text(f"train: {{steps: {settings.train.steps}}}")
+            train_process.run(
+                {
+                    "settings": settings.model_dump(),
+                    "configfiles": [str(source)],
+                    "overrides": {},
+                    "log": str(run / "logs" / "train.log"),
+                    "output": str(run / "trained.safetensors"),
+                }
+            )
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_discarded_training_leaves_nothing_of_itself_also_before_the_base_is_loaded(made, monkeypatch):
+    settings, plain = made("a"), made("b")
+    run = Path(settings.folder)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(training.StoppedError):
+        go(settings, stop_at=3)
+    assert (run / "checkpoints").exists()
+    control.request_stop(run, discard=True)
+    monkeypatch.setattr(network, "load", None)  # nothing is
+    assert in_a_process_of_its_own(settings) == 1
+    assert "what was not finished is thrown away" in (run / "logs" / "train.log").read_text()
+    left = {path for path in run.rglob("*") if path.is_file() and path not in before}
+    assert {path.relative_to(run).parts[0] for path in left} <= {"control", "logs", "own.yaml"}
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    monkeypatch.undo()
+    control.clear_stop(run)
+    step = training.Trainer._step
+
+    def asks(self, *batch):
+        if self.step == 5:  # saved at 4
+            control.request_stop(run, wait=0, discard=True)
+        return step(self, *batch)
+
+    monkeypatch.setattr(training.Trainer, "_step", asks)
+    monkeypatch.setattr(control, "_wait_until", lambda *_: None)
+    assert in_a_process_of_its_own(settings) == 1
+    assert not [it.name for it in run.iterdir() if it.name in ("checkpoints", "metrics.csv", "tensorboard")]
+    monkeypatch.undo()
+    control.clear_stop(run)
+    go(settings)
+    go(plain)
+    assert_same(saved(settings)[0], saved(plain)[0])
 
 
 def test_training_learns_and_the_lowest_validation_loss_is_the_best(made):
