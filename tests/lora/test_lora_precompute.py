@@ -291,6 +291,7 @@ def test_a_discarded_block_keeps_whole_shards_and_nothing_else(finished, tmp_pat
     (folder / "0001-00.partial").touch()  # of another block
     discard_block(folder / "0000.json")
     assert sorted(it.name for it in folder.iterdir()) == sorted([whole.name, "0001-00.partial"])
+    (folder / "0001-00.partial").unlink()
     monkeypatch.setattr(tiny, "Requests", Requests)
     tiny.everything(run, given, record)
     assert encoded["pictures"] == 12 + 1  # which was computed of the shard that was not whole

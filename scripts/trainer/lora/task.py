@@ -17,7 +17,7 @@ from trainer.config import Settings, stage_settings
 from trainer.errors import TrainerError
 from trainer.files import digest, read_json
 from trainer.job import log
-from trainer.lora import corpus, draws, families, models, network, objective
+from trainer.lora import corpus, draws, evaluation, families, models, network, objective
 from trainer.lora.batches import Batch, Items, Loader, Part
 from trainer.materials import Record, read_record
 from trainer.shard_index import listed, trained_on
@@ -66,6 +66,7 @@ class LoraTask(Task):
             "base_precision": self.numbers,
         }
         self.module = network.load(self.model, options, self.numbers, device, self.options.seed)
+        self.made_from["attention"] = evaluation.attention(self.module)
         self.module.train()
         self.weight = network.parameters(self.module)
         self.optimizer = _optimizer(list(self.weight.values()), settings)
