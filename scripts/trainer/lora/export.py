@@ -67,7 +67,7 @@ def read(
         dead=len(files.dead(family, lora.modules, _config(base, family.part).get("num_layers", 0))),
         prediction=_config(base, "scheduler").get("prediction_type") if family.objective == "diffusion" else None,
         trigger=settings.pictures.instance_prompt,
-        attention=meta["made_from"]["attention"],
+        attention=meta["made_from"].get("attention"),
     )
     return lora, about
 
