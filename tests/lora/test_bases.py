@@ -92,6 +92,10 @@ def test_families_that_only_run_are_refused_by_name(word):
     assert "cannot be trained here" in of_name(f"unsloth/{word}")
 
 
+def test_a_word_within_another_is_no_other_family():
+    bases.refuse_name("oksana/sdxl-illumination", families.get("sdxl"), "auto", ["oksana/*"])
+
+
 def test_only_trusted_repositories_are_downloaded_and_the_settings_may_add_some():
     assert "add it to lora.trusted" in of_name("somebody/sdxl")
     bases.refuse_name("somebody/sdxl", families.get("sdxl"), "auto", ["somebody/*"])

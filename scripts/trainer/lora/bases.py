@@ -23,7 +23,7 @@ TRUSTED = (
     "unsloth/*",
 )
 GATED = ("black-forest-labs/FLUX.1-*",)
-# In names of models that are run by others, and cannot be trained here.
+# Words that begin in names of models that are run by others, and cannot be trained here.
 _OTHERS = ("sd3", "stable-diffusion-3", "pixart", "sana", "lumina", "cogview", "hunyuan-dit", "hunyuandit")
 _FOUR_BITS = ("bnb-4bit", "-4bit", "int4", "nf4")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -85,7 +85,7 @@ def refuse_name(base: str, family: Family, precision: str, trusted: Iterable[str
         )
     if indexed:
         return  # its class tells more than its name: `check`
-    if other := next((word for word in _OTHERS if word in base.lower()), None):
+    if other := next((word for word in _OTHERS if re.search(rf"(?<![a-z]){word}", base.lower())), None):
         raise TrainerError(f"{base} is of another family ({other}), which cannot be trained here; {_trainable()}")
     if is_folder(base):
         return
