@@ -10,6 +10,7 @@ import torch
 from trainer import checkpoints, devices, packs
 from trainer.config import Settings
 from trainer.corpus_files import read
+from trainer.errors import TrainerError
 from trainer.files import read_json
 from trainer.job import log
 from trainer.lora import evaluation, export, families, files, ladder, models, network, precompute
