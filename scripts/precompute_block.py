@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from trainer import config, materials, packs
-from trainer.control import Requests, only_one
+from trainer.control import Requests, discarding, only_one
 from trainer.files import write_json
 from trainer.job import job
 from trainer.packs.base import LoraPack
@@ -27,13 +27,24 @@ def block(settings: config.Settings, *given: Any) -> Any:
     return Block(settings, *given)
 
 
+def discard() -> None:
+    """Remove what there is of the block."""
+    from trainer import precompute
+
+    precompute.discard(Path(snakemake.output[0]))
+
+
 with job(snakemake.log[0]):
     torch.set_num_threads(snakemake.threads)
     settings = config.load(snakemake.params.settings)
     records = {record.id: record for record in map(materials.read_record, snakemake.input.materials)}
     split, number = snakemake.wildcards.split, int(snakemake.wildcards.block)
     requests = Requests(settings.folder)  # before the lock: whoever sees the lock can ask
-    with put_back(requests), only_one(settings.folder, f"precompute-{split}-{number:04d}"):
+    with (
+        put_back(requests),
+        only_one(settings.folder, f"precompute-{split}-{number:04d}"),
+        discarding(requests, discard),
+    ):
         fill = block(settings, records, requests, snakemake.resources.mem_mb * 10**6).fill
         content = fill(Path(snakemake.output[0]), number, snakemake.params.blocks, Path(snakemake.input.corpus))
         config.write_stage_settings(settings, "precompute")

@@ -18,6 +18,24 @@ def test_the_table_in_the_readme_is_what_the_script_prints():
     assert "\n".join(script.table(script.MACHINES)) in readme
 
 
+def test_the_table_of_loras_in_the_readme_is_what_the_script_prints():
+    readme = (CHECKOUT / "README.md").read_text()
+    assert "\n".join(script.lora_table(script.MACHINES)) in readme
+
+
+def test_a_base_that_is_offloaded_takes_less_memory_and_more_time(tmp_path):
+    (tmp_path / "1.png").touch()
+    found = []
+    for offload in (False, True):
+        lora = {"base_precision": "bf16", "offload": offload}
+        settings = script.of_pack("flux_lora", pictures={"folder": str(tmp_path)}, lora=lora)
+        found.append(estimate(settings, Machine("m", 60, 3)))
+    here, away = found
+    assert away.training.gpu < here.training.gpu / 3
+    # 23.8 GB twice a step, at 12 GB a second.
+    assert away.training_hours - here.training_hours == pytest.approx(500 * 2 * 23.8 / 12 / 3600)
+
+
 ADAPTERS = [name for name in packs.names() if "adapters" in packs.get(name).kinds]
 
 

@@ -1,8 +1,9 @@
 """How a running job is found, stopped and asked for a snapshot: files in the run's `control` folder.
 
 A job holds a lock for as long as its process lives, however it dies. Requests are files. One to stop is in force until
-a workflow is started again, so that it also reaches jobs that a cluster starts later; one for a snapshot that is older
-than the job that finds it is left over from an earlier one and ignored.
+a workflow is started again, so that it also reaches jobs that a cluster starts later; it says whether what is not
+finished is saved or discarded, and the first one counts. One for a snapshot that is older than the job that finds it is
+left over from an earlier one and ignored.
 """
 
 import json
@@ -10,14 +11,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from filelock import FileLock, Timeout
 
-from trainer.errors import TrainerError
+from trainer.errors import StoppedError, TrainerError
 from trainer.files import write_json
 
 
@@ -77,6 +78,10 @@ def running(run: Path | str) -> list[str]:
 LIMIT_AHEAD = signal.SIGURG
 
 
+# In the request to stop.
+_DISCARD = "discard"
+
+
 class Requests:
     """What is asked of this job: to stop (SIGINT, SIGTERM, LIMIT_AHEAD or `control.py stop`), or for a snapshot."""
 
@@ -99,6 +104,13 @@ class Requests:
         """Whether `control.py stop` was called since the workflow was started."""
         return (self._folder / "stop").exists()
 
+    def discard(self) -> bool:
+        """Whether what is not finished is to be thrown away. A signal asks to save, whatever else was asked."""
+        try:
+            return not self.signals and (self._folder / "stop").read_text() == _DISCARD
+        except FileNotFoundError:
+            return False
+
     def snapshot(self) -> bool:
         """Whether a snapshot of the current step is wanted."""
         try:
@@ -111,13 +123,35 @@ class Requests:
         (self._folder / "snapshot").unlink(missing_ok=True)
 
 
-def request_stop(run: Path | str, wait: float = 3600.0) -> list[str]:
-    """Ask the jobs of a run to save and stop; return when those that run have. Gives their names; [] if none ran.
+@contextmanager
+def discarding(requests: Requests, throw_away: Callable[[], None]) -> Iterator[None]:
+    """Throw away what is not finished where the work inside was stopped with that request; it is saved until then."""
+    try:
+        yield
+    except StoppedError:
+        if not requests.discard():
+            raise
+        throw_away()
+        raise StoppedError(
+            "stopped as asked, and what was not finished is thrown away; the same command begins it anew"
+        ) from None
 
-    Those that wait in a cluster's queue stop when they are started.
+
+def request_stop(run: Path | str, wait: float = 3600.0, discard: bool = False) -> list[str]:
+    """Ask the jobs of a run to stop; return when those that run have. Gives their names; [] if none ran.
+
+    They save what is not finished, or discard it. Those that wait in a cluster's queue stop when they are started.
+
+    Raises:
+        TrainerError: they have been asked to save before, or to discard; or they do not stop.
     """
-    folder(run).mkdir(exist_ok=True)
-    (folder(run) / "stop").touch()
+    request, wanted = folder(run) / "stop", _DISCARD if discard else ""
+    request.parent.mkdir(exist_ok=True)
+    with suppress(FileExistsError), open(request, "x") as file:
+        file.write(wanted)
+    if request.read_text() != wanted and running(run):
+        what = "save" if discard else "discard what is not finished"
+        raise TrainerError(f"the jobs of {run} have been asked to {what} and stop, which stands; wait for them")
     names = running(run)
     _wait_until(lambda: not running(run), wait, f"the jobs of {run} have not stopped")
     return names

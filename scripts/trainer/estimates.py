@@ -38,11 +38,13 @@ class Machine:
 
     tflops: bf16 operations that matrix products of these sizes reach, in 10^12 a second.
     disk: GB a second that files are read with.
+    gpu: GB of memory of its GPU; 0: it has none.
     """
 
     name: str
     tflops: float
     disk: float
+    gpu: float = 0.0
 
 
 @dataclass(frozen=True)

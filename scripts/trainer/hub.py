@@ -362,10 +362,10 @@ def _explained(material: Material, revision: str) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:
-        status = status_of(error)
+        status, causes = status_of(error), _causes(error)
 
         def is_a(kind: type[Exception]) -> bool:
-            return any(isinstance(cause, kind) for cause in _causes(error))
+            return any(isinstance(cause, kind) for cause in causes)
 
         where = f"{material.repository} at {constants.ENDPOINT}"
         if is_disk_full(error):

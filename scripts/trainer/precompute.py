@@ -74,6 +74,12 @@ class Step:
     weights: Weights | None
 
 
+def discard(output: Path) -> None:
+    """Remove what was computed of a block's shards that are not finished; `output` is the file for its list."""
+    for place in output.parent.glob(f"{output.stem}*.partial"):  # a folder, or of LoRAs files
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+
 def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
     """What every row of the run's shards depends on, the samples themselves aside."""
     pack = packs.get(settings.pack)

@@ -11,7 +11,7 @@ import torch
 from trainer import config, packs, processes, training
 from trainer.adapter_task import AdapterTask
 from trainer.config import Settings
-from trainer.control import Requests, only_one
+from trainer.control import Requests, discarding, only_one
 from trainer.errors import StoppedError
 from trainer.job import job
 from trainer.packs.base import LoraPack
@@ -41,6 +41,7 @@ def run(assignment: dict[str, Any]) -> None:
             if leader:
                 leading.enter_context(put_back(requests))
                 leading.enter_context(only_one(run, "train"))
+                leading.enter_context(discarding(requests, lambda: training.discard(run)))
                 if requests.stop():  # before anything large is loaded
                     raise StoppedError("stopped as asked before training began; the same command starts it")
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,18 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         elif before != after:
             found.append(f"other {group.replace('_', ' ')}")
     return found
+
+
+def discard(run: Path) -> None:
+    """Remove the training of a run, unless it has come to the end that was planned when it was saved."""
+    folder = run / "checkpoints"
+    with suppress(TrainerError):  # one that cannot be read is no end
+        meta = checkpoints.read_meta(folder / "state.safetensors")
+        if meta["step"] >= meta["steps"]:
+            return
+    for place in (folder, run / "tensorboard"):
+        shutil.rmtree(place, ignore_errors=True)
+    (run / "metrics.csv").unlink(missing_ok=True)
 
 
 def train(

@@ -84,9 +84,16 @@ def test_gguf_is_no_base_and_what_is_trainable_is_told(base):
     assert all(families.get(name).title in told for name in families.names())
 
 
-@pytest.mark.parametrize("word", ["sd3-medium", "stable-diffusion-3.5", "PixArt-Sigma", "Sana", "Lumina-2", "CogView4"])
+@pytest.mark.parametrize(
+    "word",
+    ["sd3-medium", "stable-diffusion-3.5", "PixArt-Sigma", "Sana", "Lumina-2", "CogView4", "Hunyuan-DiT", "HunyuanDiT"],
+)
 def test_families_that_only_run_are_refused_by_name(word):
     assert "cannot be trained here" in of_name(f"unsloth/{word}")
+
+
+def test_a_word_within_another_is_no_other_family():
+    bases.refuse_name("oksana/sdxl-illumination", families.get("sdxl"), "auto", ["oksana/*"])
 
 
 def test_only_trusted_repositories_are_downloaded_and_the_settings_may_add_some():
@@ -192,13 +199,21 @@ def test_a_distilled_base_is_warned_of(tmp_path):
     ],
 )
 def test_automatic_precision_follows_the_machine(capability, free, four_bits, becomes):
-    assert bases.precision("auto", capability, four_bits, free, 24) == becomes
-    assert bases.precision("nf4", capability, four_bits, free, 24) == "nf4"
+    flux = families.get("flux")
+    assert bases.precision("auto", flux, capability, four_bits, free, 24) == becomes
+    assert bases.precision("nf4", flux, capability, four_bits, free, 24) == "nf4"
+
+
+def test_a_family_that_overflows_in_f16_is_never_kept_in_it():
+    for name in families.names():
+        found = bases.precision("auto", families.get(name), (7, 5), False, 40, 24)
+        assert found == ("nf4" if families.get(name).bf16_only else "f16")
 
 
 def test_bf16_that_a_gpu_only_emulates_is_refused():
-    assert "compute capability 8.0" in refused(bases.precision, "bf16", (7, 5), False, 40, 24)
-    assert bases.precision("bf16", (8, 0), False, 1, 24) == "bf16"
+    flux = families.get("flux")
+    assert "compute capability 8.0" in refused(bases.precision, "bf16", flux, (7, 5), False, 40, 24)
+    assert bases.precision("bf16", flux, (8, 0), False, 1, 24) == "bf16"
 
 
 def test_settings_and_the_material_job_refuse_before_anything_is_fetched(tmp_path, monkeypatch):

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
 from trainer import config, packs, publishing, status
 from trainer.card import write_card
+from trainer.errors import TrainerError
 from trainer.files import sha256, write_json
 from trainer.lora import doctor as lora_doctor
 from trainer.lora import verdict
@@ -148,7 +150,19 @@ def test_what_the_demo_came_to_is_told_in_its_report_and_its_card(demo, monkeypa
     assert all(digest in card for digest in digests)
     assert str(demo.folder) not in card
     publishing._check(settings, [Path(file) for file in settings.exports], run / "README.md")
-    assert not [answer for answer in lora_doctor.answers(lora_doctor.read(run)) if answer.verdict == "no"]
+    assert {answer.verdict for answer in lora_doctor.answers(lora_doctor.read(run))} == {"yes"}
+
+
+def test_a_base_that_does_not_fit_where_pictures_are_made_is_told_in_words(demo, monkeypatch):
+    def short(*_):
+        raise torch.OutOfMemoryError("as a GPU would")
+
+    monkeypatch.chdir(demo.folder)
+    monkeypatch.setattr(verdict, "_pipeline", short)
+    settings, run = config.load(demo.settings), Path("runs/tiny")
+    records = demo.json("materials.json")["materials"]
+    with pytest.raises(TrainerError, match=r"set evaluate\.device to cpu, or do without, as runs/lora_demo"):
+        verdict.evaluate(settings, records, run / "trained.safetensors", Path(settings.exported))
 
 
 def test_nothing_is_to_do_again_and_a_snapshot_is_the_same_weights(demo):

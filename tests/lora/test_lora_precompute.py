@@ -16,6 +16,7 @@ from trainer.errors import StoppedError, TrainerError
 from trainer.lora import conditions, precompute
 from trainer.lora.conditions import Shard
 from trainer.lora.models import base
+from trainer.precompute import discard as discard_block
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +274,27 @@ def test_a_stop_keeps_what_was_computed(finished, tmp_path, record, encoded, mon
     monkeypatch.setattr(tiny, "Requests", Requests)
     tiny.everything(run, given, record)
     assert encoded["pictures"] == 12
+    assert_as(run, finished)
+
+
+def test_a_discarded_block_keeps_whole_shards_and_nothing_else(finished, tmp_path, record, encoded, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished / "mine", run / "mine")
+    given = tiny.settings(run)
+    tiny.build(run, given)
+    monkeypatch.setattr(tiny, "Requests", lambda run: AfterSome(10))
+    with pytest.raises(StoppedError):
+        tiny.fill(run, given, record)
+    folder = run / "shards" / "train"
+    assert sorted(it.suffix for it in folder.iterdir()) == [".partial", ".safetensors"]
+    (whole,) = tiny.shard_paths(run, "train")
+    (folder / "0001-00.partial").touch()  # of another block
+    discard_block(folder / "0000.json")
+    assert sorted(it.name for it in folder.iterdir()) == sorted([whole.name, "0001-00.partial"])
+    (folder / "0001-00.partial").unlink()
+    monkeypatch.setattr(tiny, "Requests", Requests)
+    tiny.everything(run, given, record)
+    assert encoded["pictures"] == 12 + 1  # which was computed of the shard that was not whole
     assert_as(run, finished)
 
 

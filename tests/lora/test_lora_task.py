@@ -2,13 +2,14 @@
 
 import csv
 import math
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import tiny_lora_runs as runs
 import torch
-from trainer import checkpoints, control, training
+from trainer import checkpoints, control, train_process, training
 from trainer.errors import TrainerError
 from trainer.files import write_json
 from trainer.lora import batches, conditions, evaluation, families, ladder, models, network, objective, verdict
@@ -124,6 +125,65 @@ def test_a_run_that_was_killed_goes_on_from_its_last_save_to_the_same_bytes(made
         assert_same(saved(plain, name)[0], saved(killed, name)[0])
 
 
+def in_a_process_of_its_own(settings):
+    """Train as the job does; gives the exit status."""
+    child = os.fork()
+    if not child:
+        code = 70
+        try:
+            run, source = Path(settings.folder), Path(settings.folder) / "own.yaml"
+            source.write_text(f"train: {{steps: {settings.train.steps}}}")
+            train_process.run(
+                {
+                    "settings": settings.model_dump(),
+                    "configfiles": [str(source)],
+                    "overrides": {},
+                    "log": str(run / "logs" / "train.log"),
+                    "output": str(run / "trained.safetensors"),
+                }
+            )
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_discarded_training_leaves_nothing_of_itself_also_before_the_base_is_loaded(made, monkeypatch):
+    settings, plain = made("a"), made("b")
+    run = Path(settings.folder)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(training.StoppedError):
+        go(settings, stop_at=3)
+    assert (run / "checkpoints").exists()
+    control.request_stop(run, discard=True)
+    monkeypatch.setattr(network, "load", None)  # nothing is
+    assert in_a_process_of_its_own(settings) == 1
+    assert "what was not finished is thrown away" in (run / "logs" / "train.log").read_text()
+    left = {path for path in run.rglob("*") if path.is_file() and path not in before}
+    assert {path.relative_to(run).parts[0] for path in left} <= {"control", "logs", "own.yaml"}
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    monkeypatch.undo()
+    control.clear_stop(run)
+    step = training.Trainer._step
+
+    def asks(self, *batch):
+        if self.step == 5:  # saved at 4
+            control.request_stop(run, wait=0, discard=True)
+        return step(self, *batch)
+
+    monkeypatch.setattr(training.Trainer, "_step", asks)
+    monkeypatch.setattr(control, "_wait_until", lambda *_: None)
+    assert in_a_process_of_its_own(settings) == 1
+    assert not [it.name for it in run.iterdir() if it.name in ("checkpoints", "metrics.csv", "tensorboard")]
+    monkeypatch.undo()
+    control.clear_stop(run)
+    go(settings)
+    go(plain)
+    assert_same(saved(settings)[0], saved(plain)[0])
+
+
 def test_training_learns_and_the_lowest_validation_loss_is_the_best(made):
     settings = made("a", steps=60, lr=1e-2, val_every=20, save_every=60)
     go(settings)
@@ -145,6 +205,9 @@ def test_checkpoints_hold_the_lora_under_the_names_of_files_and_nothing_of_the_b
     assert set(saved(settings, "best")[0]) == set(saved(settings, "step-0000004")[0]) == names
     others = {name for name in saved(settings)[0] if not name.startswith(("optimizer.", "model."))}
     assert others == {"updates", "bands"}
+    made_from = saved(settings)[1]["made_from"]
+    assert (made_from["base_precision"], made_from["lora"]["optimizer"]) == ("f32", "adamw")  # what auto came to
+    assert made_from["attention"] == "ZSingleStreamAttnProcessor; native"
 
 
 def test_validation_is_the_same_each_time_and_leaves_no_trace_in_training(made):
@@ -326,6 +389,27 @@ def test_a_gradient_that_is_not_finite_names_the_pictures_of_its_batch(made):
     with pytest.raises(TrainerError, match="; ".join(file for it in batch.parts for file in it.files)):
         trainer._step(batch, size)
     assert all(it.isfinite().all() for it in trainer.trained.values())
+
+
+def test_without_clipping_steps_are_taken_whole_and_norms_are_told(made):
+    found = []
+    for name, clip in (("off", 0.0), ("tight", 1e-6)):
+        trainer = with_values(runs.trainer(made(name, grad_clip=clip)))
+        before = {it: value.detach().clone() for it, value in trainer.trained.items()}
+        norm = trainer._step(*read(trainer))["grad_norm"].item()
+        found.append((norm, torch.cat([it.grad.flatten() for it in trainer.trained.values() if it.grad is not None])))
+        assert any(not torch.equal(before[it], value) for it, value in trainer.trained.items())
+    (norm, whole), (same, clipped) = found
+    assert norm == same == pytest.approx(whole.norm().item(), rel=1e-5)  # that before clipping
+    assert clipped.norm() == pytest.approx(1e-6, rel=1e-2)
+
+
+def test_kernels_are_made_for_dense_bases_only(made):
+    task = runs.trainer(made("a")).task
+    task.numbers = "nf4"
+    task.compiled = True
+    assert not task.compiled
+    assert not any(it._compiled_call_impl for it in task.module.modules())
 
 
 def test_a_base_in_f16_trains_on_gradients_that_do_not_vanish(made):

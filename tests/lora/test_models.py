@@ -7,6 +7,7 @@ import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, FluxTransformer2DModel, QwenImageTransformer2DModel, UNet2DConditionModel
 from diffusers import ZImageTransformer2DModel as ZImageTransformer
+from diffusers.models.attention_processor import AttnProcessor
 from peft import LoraConfig
 from trainer.errors import TrainerError
 from trainer.lora import demo_base, families, models
@@ -468,6 +469,19 @@ def test_an_f32_lora_trains_on_a_bf16_network(family, folders, encoders):
         if "lora_B" in name:
             live = parameter.grad is not None and bool(parameter.grad.any())
             assert live != any(name.startswith(it) for it in dead), name
+
+
+@every_family
+def test_a_network_says_the_same_by_another_kernel_of_attention(family, folders, encoders):
+    model = models.of(folders[family])
+    network = model.network(torch.float32, CPU)
+    given = inputs(family, encoders, [SHORT, LONG])
+    one = model.predict(network, *given)
+    if family == "sdxl":
+        network.set_attn_processor(AttnProcessor())
+    else:
+        network.set_attention_backend("_native_math")
+    torch.testing.assert_close(model.predict(network, *given), one, atol=1e-5, rtol=1e-5)
 
 
 @every_family

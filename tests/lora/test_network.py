@@ -200,6 +200,17 @@ def test_what_the_base_is_kept_in_follows_from_the_device(model, monkeypatch):
         found("nf4", offload=True)
 
 
+def test_4_bits_are_nf4_scaled_twice_and_computed_with_in_bf16(monkeypatch):
+    import importlib.metadata
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.48.0")  # of bitsandbytes, which takes a GPU
+    made = network._quantization("nf4")
+    assert made.load_in_4bit
+    assert made.bnb_4bit_use_double_quant
+    assert (made.bnb_4bit_quant_type, made.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)
+    assert [network._quantization(it) for it in ("f32", "bf16", "f16")] == [None] * 3
+
+
 def test_compiled_blocks_keep_the_names_of_parameters_and_can_be_had_plain_again(model):
     module = loaded(model("z_image"))
     names = list(network.parameters(module))

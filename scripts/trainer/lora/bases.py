@@ -23,7 +23,7 @@ TRUSTED = (
     "unsloth/*",
 )
 GATED = ("black-forest-labs/FLUX.1-*",)
-# In names of models that are run by others, and cannot be trained here.
+# Words that begin in names of models that are run by others, and cannot be trained here.
 _OTHERS = ("sd3", "stable-diffusion-3", "pixart", "sana", "lumina", "cogview", "hunyuan-dit", "hunyuandit")
 _FOUR_BITS = ("bnb-4bit", "-4bit", "int4", "nf4")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -85,7 +85,7 @@ def refuse_name(base: str, family: Family, precision: str, trusted: Iterable[str
         )
     if indexed:
         return  # its class tells more than its name: `check`
-    if other := next((word for word in _OTHERS if word in base.lower()), None):
+    if other := next((word for word in _OTHERS if re.search(rf"(?<![a-z]){word}", base.lower())), None):
         raise TrainerError(f"{base} is of another family ({other}), which cannot be trained here; {_trainable()}")
     if is_folder(base):
         return
@@ -161,11 +161,14 @@ def warnings(base: str, family: Family) -> list[str]:
     ]
 
 
-def precision(wanted: str, capability: tuple[int, int] | None, four_bits: bool, free: float, dense: float) -> str:
+def precision(
+    wanted: str, family: Family, capability: tuple[int, int] | None, four_bits: bool, free: float, dense: float
+) -> str:
     """The numbers that the base is kept in: `lora.base_precision`, and what `auto` comes to.
 
     Args:
         wanted: the setting.
+        family: of the base.
         capability: compute capability of the GPU, whose bf16 counts from 8.0 on; None on a CPU.
         four_bits: whether the base is stored in 4 bits already.
         free: bytes of GPU memory that are free.
@@ -185,9 +188,9 @@ def precision(wanted: str, capability: tuple[int, int] | None, four_bits: bool, 
         return "nf4"
     if not capability:
         return "f32"
-    if free > 1.5 * dense:
-        return "bf16" if capability >= (8, 0) else "f16"
-    return "nf4"
+    if free > 1.5 * dense and capability >= (8, 0):
+        return "bf16"
+    return "f16" if free > 1.5 * dense and not family.bf16_only else "nf4"
 
 
 def _trainable() -> str:

@@ -196,6 +196,14 @@ def _chosen(found: Evidence) -> tuple[Verdict, str]:
     return ("yes" if trained == drawn else "no"), f"training by {trained}, pictures by {drawn}"
 
 
+def _reached(found: Evidence) -> tuple[Verdict, str]:
+    if ("1", "lora_B gradients") in found.rows or found.contents is None:
+        return _row(found, "1", "lora_B gradients", found.problem)
+    live, wanted = len(found.contents.live), _can_learn(found)
+    words = f"lora_B of {live} of {wanted} modules that can learn left 0, which only a gradient makes it do"
+    return "yes" if live == wanted else "no", words
+
+
 def _ladder(rung: str, name: str) -> Callable[[Evidence], tuple[Verdict, str]]:
     return lambda found: _row(found, rung, name, f"no rung with {name}: evaluate the run")
 
@@ -209,7 +217,7 @@ _QUESTIONS: dict[str, Callable[[Evidence], tuple[Verdict, str]]] = {
     "Do tokenizer, template and encoder give in pictures what they gave in training?": _ladder("conditions", "encoded"),
     "Are VAE and encoders the same files in training and for pictures?": _ladder("conditions", "base"),
     # torch reduces broadcast rotary embeddings itself, so what is left to see is whether gradients get through.
-    "Do gradients reach every module, through rotary embeddings too?": _ladder("1", "lora_B gradients"),
+    "Do gradients reach every module, through rotary embeddings too?": _reached,
     "Is the loss scale, if there is one, 1 or more?": _scaler,
     "Is the attention that of training for pictures too?": _chosen,
 }

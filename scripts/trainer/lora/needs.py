@@ -61,7 +61,7 @@ class LoraDoctor(Doctor):
         wider = devices.dtype(options.teacher_dtype, device).itemsize / 2
         title = f"precompute on {device}: {gb(needed.resident * wider * GB)} of {gb(budget)} memory"
         if needed.resident * wider * GB > budget:
-            yield problem(f"{title} for the text encoders; free some, or set precompute: {{device: cpu}}")
+            yield problem(f"{title} for the text encoders or the VAE; free some, or set precompute: {{device: cpu}}")
         else:
             yield ok(title)
         device = devices.pick(self.settings.train.device)

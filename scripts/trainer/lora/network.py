@@ -31,6 +31,7 @@ def precision(model: Model, options: Lora, device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     found = bases.precision(
         options.base_precision,
+        model.family,
         torch.cuda.get_device_capability(device) if on_gpu else None,
         bases.is_four_bits(model.folder, model.family),
         torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,

@@ -56,8 +56,18 @@ def evaluate(
         The content of eval.json.
 
     Raises:
-        TrainerError: a file cannot be loaded, or is damaged.
+        TrainerError: a file cannot be loaded, or is damaged; the base does not fit.
     """
+    try:
+        return _evaluated(settings, materials, trained, exported)
+    except torch.OutOfMemoryError:
+        raise TrainerError(
+            "out of memory while pictures were made, for which the base's network has to fit: set evaluate.device to "
+            f"cpu, or do without, as {exported} is there"
+        ) from None
+
+
+def _evaluated(settings: Settings, materials: list[dict[str, Any]], trained: Path, exported: Path) -> dict[str, Any]:
     run, family = Path(settings.folder), families.get(packs.get(settings.pack).family)
     (base,) = (record for record in materials if record["role"] == "base")
     tensors, meta = checkpoints.load(trained)
