@@ -59,7 +59,7 @@ def evaluate(
         TrainerError: a file cannot be loaded, or is damaged; the base does not fit.
     """
     try:
-        return _evaluated(settings, materials, trained, exported)
+        return _evaluated(settings, materials, trained, exported, out, upto)
     except torch.OutOfMemoryError:
         raise TrainerError(
             "out of memory while pictures were made, for which the base's network has to fit: set evaluate.device to "
@@ -67,7 +67,9 @@ def evaluate(
         ) from None
 
 
-def _evaluated(settings: Settings, materials: list[dict[str, Any]], trained: Path, exported: Path) -> dict[str, Any]:
+def _evaluated(
+    settings: Settings, materials: list[dict[str, Any]], trained: Path, exported: Path, out: str, upto: int
+) -> dict[str, Any]:
     run, family = Path(settings.folder), families.get(packs.get(settings.pack).family)
     (base,) = (record for record in materials if record["role"] == "base")
     tensors, meta = checkpoints.load(trained)
