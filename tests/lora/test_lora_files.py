@@ -93,14 +93,14 @@ def real_shapes(family):
 
 @pytest.mark.parametrize(
     ("family", "modules", "values", "f32", "bf16"),
-    [  # contracts/lora.md 1c: modules, values a rank, MB at rank 16
+    [  # modules, values a rank, MB at rank 16
         ("sdxl", 560, 1_451_520, 92.9, 46.4),
         ("flux", 266, 1_634_304, 104.6, 52.3),
         ("qwen_image", 480, 2_949_120, 188.7, 94.4),
         ("z_image", 136, 1_044_480, 66.8, 33.4),
     ],
 )
-def test_real_sizes_are_those_of_the_contract(family, modules, values, f32, bf16):
+def test_real_sizes_are_those_of_the_published_networks(family, modules, values, f32, bf16):
     shapes = real_shapes(family)
     assert len(shapes) == modules
     assert files.payload_bytes(shapes, 1, torch.int8) == values
@@ -270,7 +270,7 @@ def test_each_program_knows_every_key_of_the_files_for_it(tmp_path, family):
     assert not any(key.startswith("base_model.") for all_keys in keys.values() for key in all_keys)
 
 
-def test_variants_are_named_as_the_contract_says(tmp_path):
+def test_variants_are_named_as_programs_read_them(tmp_path):
     found = {}
     for family in loras.FAMILIES:
         files.write_variant(tmp_path / family, loras.lora(family), loras.ABOUT)
@@ -285,7 +285,7 @@ def test_variants_are_named_as_the_contract_says(tmp_path):
 @pytest.mark.parametrize(
     ("family", "program", "key", "known"),
     [
-        # contracts/ggk-engine.md 10
+        # as the engine takes them
         ("sdxl", "ggk", "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.lora_down.weight", True),
         ("sdxl", "ggk", "lora_unet_down_blocks_1_attentions_0_proj_in.lora_up.weight", True),
         ("sdxl", "ggk", "lycoris_unet_mid_block_attentions_0_transformer_blocks_3_ff_net_0_proj.alpha", True),
