@@ -114,7 +114,7 @@ def test_what_was_measured_on_tiny_models_passes():
         (rung_1(course(1, 1.02)), "val"),
         (rung_1(course(1, 0.85)), "val"),
         (ladder.twentieth(course(20, 1.001)), "val"),
-        (ladder.twentieth(course(20, 0.98, losses=[1.0] * 15 + [1.6] * 5)), "loss"),
+        (ladder.twentieth(course(20, 0.98, losses=[1.0] * 10 + [1.6] * 10)), "loss"),
         (ladder.twentieth(course(20, 0.98, now=with_value([v * 0.9 for v in START], 2, 1.27))), "worst band"),
         (ladder.hundredth(course(100, 0.995), 10), "val"),
         (

@@ -204,11 +204,12 @@ def _weights(contents: Contents, expected: Expected) -> list[Row]:
 
 def twentieth(course: Course) -> Rung:
     """After 20 steps: that it is steady."""
-    early, late = median(course.losses[:5]), median(course.losses[-5:])
+    # Of 10: losses of single steps are up to 200 times apart where min-SNR weighs their levels of noise.
+    early, late = median(course.losses[:10]), median(course.losses[-10:])
     halvings = sum(now < before for before, now in zip(course.scales, course.scales[1:], strict=False))
     rows = [
         *_all_finite(course),
-        _at_most("loss", _share(late, early), 1.5, "median of the last 5 by that of the first 5"),
+        _at_most("loss", _share(late, early), 1.5, "median of the last 10 by that of the first 10"),
         _at_most("largest gradient norm", _share(max(course.norms), median(course.norms)), 10, "by their median"),
         _at_most("val", course.ratio, 1.00, "by that before training"),
         _worst(course),
