@@ -339,7 +339,7 @@ def test_what_was_started_here_and_does_not_save_is_interrupted(runs, asked):
     asking.do("start", "demo", {})
     appears(asked / "running")
     assert asking.do("stop", "demo", {}) == "demo was interrupted"
-    assert asking._started["demo", "start"].wait(timeout=20) != 0
+    assert asking._started["demo", "start"].wait(timeout=120) != 0
     assert asking.failed("demo", "stopped") == []
     assert "its log says why" in asking.failed("demo", "waiting")[0]
 
