@@ -509,7 +509,7 @@ def test_a_stopped_download_resumes_where_it_was(online, how):
     process = online.start()
     wait_for(lambda: any(path.stat().st_size for path in online.blobs.glob("*.incomplete")))
     process.send_signal(how)
-    process.communicate(timeout=5)
+    process.communicate(timeout=60)
     partial = next(online.blobs.glob("*.incomplete"))
     received = partial.stat().st_size
     online.hub.pause = 0

@@ -205,9 +205,10 @@ def test_checkpoints_hold_the_lora_under_the_names_of_files_and_nothing_of_the_b
     assert set(saved(settings, "best")[0]) == set(saved(settings, "step-0000004")[0]) == names
     others = {name for name in saved(settings)[0] if not name.startswith(("optimizer.", "model."))}
     assert others == {"updates", "bands"}
-    made_from = saved(settings)[1]["made_from"]
+    meta = saved(settings)[1]
+    made_from = meta["made_from"]
     assert (made_from["base_precision"], made_from["lora"]["optimizer"]) == ("f32", "adamw")  # what auto came to
-    assert made_from["attention"] == "ZSingleStreamAttnProcessor; native"
+    assert meta["told"]["attention"] == "ZSingleStreamAttnProcessor; native"
 
 
 def test_validation_is_the_same_each_time_and_leaves_no_trace_in_training(made):
