@@ -127,7 +127,7 @@ class Browser:
         os.close(self._out)
         os.close(self._in)
         self._process.terminate()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=120)
 
 
 def _code(name: str) -> int:

@@ -108,7 +108,7 @@ def up() -> None:
 def start_node() -> None:
     """Start the node's daemon and wait until the node takes jobs."""
     _start("slurmd")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not output("sinfo", "-h", "-o", "%T").startswith(("idle", "mixed", "allocated")):
         if time.monotonic() > deadline:
             raise RuntimeError((FOLDER / "slurmctld.log").read_text()[-3000:])

@@ -45,7 +45,7 @@ class Server:
 
     def ask(self, method, path, headers=None, body=None):
         """Status, headers and text of an answer; the path and the headers are sent as they are."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.putrequest(method, path, skip_host=True)
         for name, value in ({"Host": f"127.0.0.1:{self.port}"} | (headers or {})).items():
             for one in value if isinstance(value, list) else [value]:
@@ -76,7 +76,7 @@ def start(runs, *options):
         output += os.read(ours, 4096)
     port = int(re.search(rb":(\d+)/", output)[1])
     token = re.search(rb"#token=([\w-]+)", output)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while socket.socket().connect_ex(("127.0.0.1", port)):
         assert process.poll() is None, os.read(ours, 65536).decode()
         assert time.monotonic() < deadline
@@ -89,7 +89,7 @@ def start(runs, *options):
 def stop(server):
     """End it with Ctrl-C, which is no error."""
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(timeout=20) == 0
+    assert server.process.wait(timeout=120) == 0
     output = b""
     try:
         while piece := os.read(server.terminal, 65536):
@@ -271,7 +271,7 @@ def record(run, folder, arguments, configfiles, steps_given=False):
 
 
 def appears(path):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.1)
@@ -330,7 +330,7 @@ with only_one(sys.argv[1], "train"):
         process.stdout.readline()
         assert controlled.post("/run/demo/start")[0] == 409
         assert controlled.post("/run/demo/stop") == (200, '{"done":"train was asked to save and stop"}')
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0
 
 
 def test_what_was_started_here_and_does_not_save_is_interrupted(runs, asked):

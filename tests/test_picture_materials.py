@@ -93,7 +93,7 @@ def test_a_set_is_downloaded_from_the_data_sets_of_the_hub_pinned_and_goes_on_af
     out = tmp_path / "record.json"
     command = [sys.executable, "-c", FIND, wanted.model_dump_json(), "images-coco_captions", str(out)]
     try:
-        done = subprocess.run(command, env=kept | env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=kept | env, capture_output=True, text=True, timeout=120, check=False)
     finally:
         served.shutdown()
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ def ended(process):
     return process.wait(120), said
 
 
-def wait_for(inputs, text, seconds=120):
+def wait_for(inputs, text, seconds=300):
     log = inputs.run / "logs" / "train.log"
     for _ in range(10 * seconds):
         if log.exists() and text in log.read_text():

@@ -44,7 +44,7 @@ def one(cluster, rule):
     return [job for job in jobs(cluster) if job["rule"] == rule][-1]
 
 
-def wait_for(what, seconds=120):
+def wait_for(what, seconds=300):
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "waited in vain"
@@ -106,7 +106,7 @@ def test_a_run_outlives_its_node_its_time_limit_and_preemption_and_ends_in_the_b
         assert one(cluster, "train")["JobState"] == "FAILED"  # and stays so
     finally:
         os.killpg(process.pid, signal.SIGINT)
-        output = process.output(60)
+        output = process.output(300)
     assert "stopped at step" in (made.run / "logs" / "train.log").read_text(), output
 
     made.write(train={"steps": int(step(made) * 1.25)})

@@ -239,7 +239,7 @@ def test_llada_image_runs_from_prompts_to_its_two_files_also_when_it_is_killed(t
     assert not {"seed_table"} & killed.planned().keys()
     for file in ("shards/train/0000.json", "checkpoints/state.safetensors"):
         process = killed.start()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (killed.run / file).exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         killed.kill(process)

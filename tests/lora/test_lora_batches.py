@@ -347,7 +347,7 @@ def test_a_missing_shard_is_told(some, tmp_path):
 def test_batches_are_read_ahead_and_no_further_than_two(some):
     size = 4
     loader = Loader(some, seed=1, dropout=0.0, position=0, size=size, pin=False)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while loader.bytes_read < 3 * size * 2000 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
