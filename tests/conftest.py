@@ -11,6 +11,8 @@ from workflow import end_all
 # Tests run beside each other and start processes of their own: more threads would only get in each other's way.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Jobs take the threads that Snakemake gives them: those that wait must leave the cores to the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")
