@@ -505,7 +505,7 @@ def test_a_snapshot_is_downloaded_verified_pinned_and_used_by_another_run(online
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_download_resumes_where_it_was(online, how):
-    online.hub.pause = 0.1
+    online.hub.pause = 1
     process = online.start()
     wait_for(lambda: any(path.stat().st_size for path in online.blobs.glob("*.incomplete")))
     process.send_signal(how)
