@@ -472,7 +472,7 @@ def test_an_f32_lora_trains_on_a_bf16_network(family, folders, encoders):
 
 
 @every_family
-def test_a_network_says_the_same_by_another_kernel_of_attention(family, folders, encoders):
+def test_a_network_says_the_same_by_another_kernel_of_attention(family, folders, encoders, request):
     model = models.of(folders[family])
     network = model.network(torch.float32, CPU)
     given = inputs(family, encoders, [SHORT, LONG])
@@ -480,6 +480,7 @@ def test_a_network_says_the_same_by_another_kernel_of_attention(family, folders,
     if family == "sdxl":
         network.set_attn_processor(AttnProcessor())
     else:
+        request.addfinalizer(lambda: network.set_attention_backend("native"))  # it is for the whole process
         network.set_attention_backend("_native_math")
     torch.testing.assert_close(model.predict(network, *given), one, atol=1e-5, rtol=1e-5)
 
