@@ -56,6 +56,13 @@ def read_record(path: Path | str) -> Record:
         ) from None
 
 
+def parts_digest(record: Record, names: tuple[str, ...]) -> str:
+    """Identity of some of a material's files: of the folders of these names, or the files at its top."""
+    return files.digest(
+        sorted([it["name"], it["sha256"]] for it in record.files if it["name"].partition("/")[0] in names)
+    )
+
+
 def license_of(settings: Settings, record: dict[str, Any]) -> str | None:
     """The licence of a material as its repository's card or its package says; None where neither was heard."""
     if record["package"]:

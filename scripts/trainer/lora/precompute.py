@@ -26,7 +26,7 @@ from trainer.job import Progress, log
 from trainer.lora import conditions, families, geometry, models
 from trainer.lora.conditions import Item, Pool, Shard, Tensors
 from trainer.lora.families import Family
-from trainer.materials import Record
+from trainer.materials import Record, parts_digest
 from trainer.picture_store import in_order
 
 Row = dict[str, Any]
@@ -45,8 +45,8 @@ def made_from(settings: Settings, records: dict[str, Record]) -> dict[str, Any]:
     return {
         "format": conditions.FORMAT,
         "family": family.name,
-        "vae": _component(base, ("vae",)),
-        "encoders": _component(base, (*text, "model_index.json")),  # it says what the empty caption is
+        "vae": parts_digest(base, ("vae",)),
+        "encoders": parts_digest(base, (*text, "model_index.json")),  # it says what the empty caption is
         "text_dtype": settings.precompute.teacher_dtype,
     }
 
@@ -57,11 +57,6 @@ def _family(settings: Settings) -> Family:
 
 def _base(records: dict[str, Record]) -> Record:
     return next(record for record in records.values() if record.role == "base")
-
-
-def _component(base: Record, folders: tuple[str, ...]) -> str:
-    """The digest of the files of some folders of a pipeline."""
-    return digest(sorted([it["name"], it["sha256"]] for it in base.files if it["name"].partition("/")[0] in folders))
 
 
 class Work(Protocol):

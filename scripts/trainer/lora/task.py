@@ -16,11 +16,11 @@ from trainer import checkpoints, packs
 from trainer.checkpoints import Tensors
 from trainer.config import Settings, stage_settings
 from trainer.errors import TrainerError
-from trainer.files import digest, read_json
+from trainer.files import read_json
 from trainer.job import log
 from trainer.lora import corpus, draws, evaluation, families, models, network, objective
 from trainer.lora.batches import Batch, Items, Loader, Part
-from trainer.materials import Record, read_record
+from trainer.materials import parts_digest, read_record
 from trainer.shard_index import listed, trained_on
 from trainer.task import Task
 
@@ -65,7 +65,7 @@ class LoraTask(Task):
         self.made_from = {
             **stage_settings(settings, "train")["train"],
             "shards": trained_on(index),
-            "base": _digest(base, (self.family.part, "scheduler")),
+            "base": parts_digest(base, (self.family.part, "scheduler")),
             "base_precision": self.numbers,
         }
         self.module = network.load(self.model, options, self.numbers, device, self.options.seed)
@@ -270,10 +270,6 @@ def _noise(seed: int, stream: str, positions: tuple[int, ...], like: Tensor) -> 
     shape = tuple(like.shape[1:])
     drawn = [torch.from_numpy(draws.at(seed, stream, at).standard_normal(shape, dtype="float32")) for at in positions]
     return torch.stack(drawn).to(like.device)
-
-
-def _digest(base: Record, folders: tuple[str, ...]) -> str:
-    return digest(sorted([it["name"], it["sha256"]] for it in base.files if it["name"].partition("/")[0] in folders))
 
 
 def _optimizer(parameters: list[torch.nn.Parameter], settings: Settings) -> torch.optim.Optimizer:

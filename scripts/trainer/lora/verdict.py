@@ -185,9 +185,7 @@ def _conditions(settings: Settings, run: Path, base: Record, family: Family) -> 
     texts = {row.id: row.text for row in read(run / "corpus" / "text.jsonl")}
     stored = ((shard, id) for path in listed(run, index, "text") for shard in [Shard(path)] for id in shard.items)
     kept = {texts[id]: shard.read(id) for shard, id in islice(stored, _CAPTIONS)}
-    changing = [name for held in kept.values() for name in evaluation.not_constant(held)]
-    apart = evaluation.encoded_apart(encoder, kept)
-    return ladder.conditions(changing, apart, *(f"{it['vae']} {it['encoders']}" for it in (index, now)))
+    return evaluation.conditions(encoder, kept, *(f"{it['vae']} {it['encoders']}" for it in (index, now)))
 
 
 def _shots(settings: Settings, run: Path) -> list[Shot]:

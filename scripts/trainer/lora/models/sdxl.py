@@ -10,7 +10,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from trainer.errors import TrainerError
 from trainer.lora import families
 from trainer.lora.models import base
-from trainer.lora.models.base import Conditions, dtype_of
+from trainer.lora.models.base import Conditions, dtype_of, stacked
 from trainer.lora.objective import Diffusion
 
 
@@ -68,9 +68,7 @@ class Model(base.Model):
         if time_ids is None:
             raise ValueError("SDXL takes time ids")
         dtype = dtype_of(network)
-        embeds, pooled = (
-            torch.stack([it[name] for it in conditions]).to(noisy.device, dtype) for name in ("embeds", "pooled")
-        )
+        embeds, pooled = (stacked(conditions, name, network, noisy.device) for name in ("embeds", "pooled"))
         added = {"text_embeds": pooled, "time_ids": time_ids.to(noisy.device, torch.float32)}
         return network(noisy.to(dtype), t, encoder_hidden_states=embeds, added_cond_kwargs=added, return_dict=False)[
             0
